@@ -1,0 +1,1 @@
+"""Mixed-precision communication-avoiding SGD for generalised linear models; imports nothing else of the project."""
