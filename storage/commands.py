@@ -1,0 +1,275 @@
+"""Command line of the storage: ``precision-time registry`` and ``precision-time data``."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from precision_time.storage.errors import InputError, IntegrityError, PartialError, PrecisionTimeError
+from precision_time.storage.registry import Registry, configured_registry_url
+
+if TYPE_CHECKING:
+    from precision_time.storage.timings import TimingsDataset
+
+__all__ = ["data_app", "registry_app"]
+
+registry_app = typer.Typer(no_args_is_help=True, help="Published predictors: list, check, move an alias, roll back.")
+data_app = typer.Typer(no_args_is_help=True, help="Recorded timings: what is there, and whether it is sound.")
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="Folder or URL of the registry; PRECISION_TIME_REGISTRY or the config file else."),
+]
+Reference = Annotated[str, typer.Argument(help="name, name@version or name@alias; a bare name is name@champion.")]
+DataUrl = Annotated[str, typer.Argument(metavar="DATASET", help="Folder or URL of the timings dataset.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+_FILE_WIDTH = 160
+
+
+@registry_app.command("list")
+def list_artifacts(url: Url = None, as_json: AsJson = False) -> None:
+    """All published versions and where the aliases point."""
+    registry = _open_registry(url)
+    rows = []
+    for name in registry.names():
+        aliases = registry.aliases(name)
+        for version in registry.versions(name):
+            manifest = registry.manifest(f"{name}@{version}")
+            rows.append(
+                {
+                    "name": name,
+                    "version": version,
+                    "aliases": sorted(alias for alias, target in aliases.items() if target == version),
+                    "created_at": manifest.created_at,
+                    "training_rows": manifest.training_rows,
+                    "hardware": manifest.hardware,
+                }
+            )
+    if as_json:
+        _print_json(rows)
+    elif rows:
+        _print_table(list(rows[0]), (row.values() for row in rows))
+    else:
+        typer.echo(f"nothing is published in {_printable(registry.url)}")
+
+
+@registry_app.command("show")
+def show_artifact(reference: Reference, url: Url = None, as_json: AsJson = False) -> None:
+    """The manifest of one version: its files, training data and accuracy."""
+    manifest = _open_registry(url).manifest(reference)
+    if as_json:
+        _print_json(manifest.model_dump(mode="json"))
+        return
+    values = manifest.model_dump(mode="json", exclude={"files", "accuracy", "feature_names"})
+    _print_table(["field", "value"], values.items())
+    _print_table(["file", "bytes", "sha256"], ((file.path, file.size_bytes, file.sha256) for file in manifest.files))
+    _print_table(
+        ["split", "method", "metric", "value"],
+        (
+            (split, method, metric, value)
+            for split, methods in manifest.accuracy.items()
+            for method, metrics in methods.items()
+            for metric, value in metrics.items()
+        ),
+    )
+
+
+@registry_app.command("verify")
+def verify_artifacts(
+    reference: Annotated[str | None, typer.Argument(help="One artifact; all versions when left out.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the files of one version, or of all, against their manifests (exit 4 when one does not hold)."""
+    registry = _open_registry(url)
+    if reference is None:
+        references = [f"{name}@{version}" for name in registry.names() for version in registry.versions(name)]
+    else:
+        references = [reference]
+    problems: list[tuple[str, IntegrityError]] = []
+    for one in references:
+        try:
+            registry.verify(one)
+        except IntegrityError as error:
+            problems.append((one, error))
+    broken = {one: str(error) for one, error in problems}
+    if as_json:
+        _print_json([{"artifact": one, "sound": one not in broken, "problem": broken.get(one)} for one in references])
+    else:
+        for one in references:
+            typer.echo(f"{one}: {_printable(broken.get(one, 'sound'))}")
+    if len(problems) == 1:
+        raise problems[0][1]
+    if problems:
+        raise IntegrityError(
+            "artifacts are not what was published",
+            got=", ".join(broken),
+            expected="the files of their manifests",
+            fix="publish them again, or roll the aliases back",
+        )
+
+
+@registry_app.command("alias")
+def set_alias(
+    name: Annotated[str, typer.Argument(help="Name of the artifact.")],
+    alias: Annotated[str, typer.Argument(help="The alias, e.g. champion.")],
+    version: Annotated[int, typer.Argument(help="The version it shall point to.")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Point an alias at a version."""
+    _open_registry(url).set_alias(name, alias, version)
+    _print_alias(name, alias, version, as_json=as_json)
+
+
+@registry_app.command("rollback")
+def roll_back(
+    name: Annotated[str, typer.Argument(help="Name of the artifact.")],
+    alias: Annotated[str, typer.Option(help="The alias to move back.")] = "champion",
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Point an alias at the version it pointed to before."""
+    version = _open_registry(url).roll_back(name, alias)
+    _print_alias(name, alias, version, as_json=as_json)
+
+
+@data_app.command("summary")
+def summarize(dataset: DataUrl, as_json: AsJson = False) -> None:
+    """Recorded cells and rows, and the causes of failed attempts."""
+    timings = _open_dataset(dataset)
+    table = timings.read()
+    outcomes = timings.outcomes()
+    recorded = timings.recorded_cells()
+    grid = Counter(zip(*(table.column(name).to_pylist() for name in ("model", "gpu", "cell_id")), strict=True))
+    cells = Counter((model, gpu) for model, gpu, _ in grid)
+    rows: Counter[tuple[str, str]] = Counter()
+    for (model, gpu, _), count in grid.items():
+        rows[model, gpu] += count
+    failures = Counter((outcome.status, outcome.cause) for outcome in outcomes if outcome.status != "recorded")
+    never = {outcome.cell_id for outcome in outcomes if outcome.status != "recorded"} - recorded
+    summary = {
+        "url": timings.url,
+        "cells": len(recorded),
+        "rows": table.num_rows,
+        "models": [
+            {"model": model, "gpu": gpu, "cells": cells[model, gpu], "rows": rows[model, gpu]}
+            for model, gpu in sorted(cells)
+        ],
+        "attempts": len(outcomes),
+        "failures": [
+            {"status": status, "cause": cause, "attempts": count} for (status, cause), count in sorted(failures.items())
+        ],
+        "failed_cells": len(never),
+        "problems": [{"path": path, "reason": reason} for path, reason in timings.problems],
+    }
+    if as_json:
+        _print_json(summary)
+        return
+    _print_table(["model", "gpu", "cells", "rows"], (entry.values() for entry in summary["models"]))
+    _print_table(["status", "cause", "attempts"], (entry.values() for entry in summary["failures"]))
+    typer.echo(
+        f"{len(recorded)} cells, {table.num_rows} rows, {len(outcomes)} attempts, {len(never)} cells that only failed, "
+        f"{len(timings.problems)} unsound files"
+    )
+    _warn(timings.problems)
+
+
+@data_app.command("verify")
+def verify_data(
+    dataset: DataUrl,
+    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 4 instead of 5.")] = False,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Move unsound files to quarantine/, so that their cells run again.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every file and check its seal, schema and times (exit 5 when some cannot be used, 4 with --strict)."""
+    timings = _open_dataset(dataset)
+    problems = timings.check()
+    unsound = timings.unsound_files if set_aside else []
+    moved = {path: timings.set_aside(path, reason) for path, reason in unsound}
+    if as_json:
+        _print_json(
+            {
+                "url": timings.url,
+                "cells": len(timings.recorded_cells()),
+                "problems": [
+                    {"path": path, "reason": reason, "moved_to": moved.get(path)} for path, reason in problems
+                ],
+            }
+        )
+    else:
+        typer.echo(f"{_printable(timings.url)}: {len(timings.recorded_cells())} cells, {len(problems)} problems")
+        for path, reason in problems:
+            typer.echo(f"{_printable(path)}: {_printable(reason)}")
+    if problems:
+        kind: type[PrecisionTimeError] = IntegrityError if strict else PartialError
+        raise kind(
+            f"{len(problems)} parts of the dataset cannot be used",
+            got=problems[0][0],
+            expected="files as they were recorded",
+            fix="the rest is used without them; --set-aside moves unsound files away, then run the campaign again",
+        )
+
+
+def _open_registry(url: str | None) -> Registry:
+    url = url or configured_registry_url()
+    if url is None:
+        raise InputError(
+            "no registry is named",
+            expected="--url, PRECISION_TIME_REGISTRY, or [registry] url in ~/.config/precision_time/config.toml",
+        )
+    return Registry(url)
+
+
+def _open_dataset(url: str) -> "TimingsDataset":
+    # Here, so that `registry` and --help do not wait for pyarrow.
+    from precision_time.storage.timings import TimingsDataset
+
+    return TimingsDataset(url)
+
+
+def _print_alias(name: str, alias: str, version: int, *, as_json: bool) -> None:
+    if as_json:
+        _print_json({"name": name, "alias": alias, "version": version})
+    else:
+        typer.echo(f"{name}@{alias} is version {version}")
+
+
+def _print_json(values: object) -> None:
+    typer.echo(json.dumps(values, indent=2, allow_nan=False))
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*(Text(_printable(_text(cell) or "")) for cell in row))
+    if table.row_count:
+        # Into a file nothing is cut to the width of a terminal that is not there.
+        Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
+
+
+def _warn(problems: Iterable[tuple[str, str]]) -> None:
+    for path, reason in problems:
+        typer.echo(f"left out {_printable(path)}: {_printable(reason)}", err=True)
+
+
+def _text(value: object) -> str | None:
+    if value is None:
+        return None
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _printable(text: str) -> str:
+    """Names come from files: a newline or an escape code must not reach the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,0 +1,158 @@
+"""Errors of precision_time: each says what went wrong, what was got, what was expected and what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "GoalNotMetError",
+    "InputError",
+    "IntegrityError",
+    "NotFoundError",
+    "OutOfDomainError",
+    "PartialError",
+    "PrecisionTimeError",
+    "PrecisionUnsupportedError",
+    "StorageError",
+    "StorageFullError",
+    "StorageReadOnlyError",
+    "UnknownNameError",
+    "VersionExistsError",
+    "nearest",
+]
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+    """The ``count`` spellings in ``known`` closest to ``name``, best first; always ``count`` of them if there are."""
+    folded: dict[str, str] = {}
+    for candidate in known:
+        folded.setdefault(candidate.casefold(), candidate)
+    close = difflib.get_close_matches(name.casefold(), folded, n=count, cutoff=0.0)
+    return [folded[match] for match in close]
+
+
+class PrecisionTimeError(Exception):
+    """Root of the hierarchy.
+
+    ``code`` is the stable name that logs and JSON carry, ``exit_code`` what the command line ends with
+    (0 ok, 1 internal, 2 bad input, 3 goal not met, 4 trust or integrity, 5 partial, 6 out of domain).
+    """
+
+    code = "E-INTERNAL"
+    exit_code = 1
+
+    def __init__(self, what: str, *, got: object = None, expected: str | None = None, fix: str | None = None) -> None:
+        self.what = what
+        self.got = None if got is None else str(got)
+        self.expected = expected
+        self.fix = fix
+        super().__init__(self.message)
+
+    @property
+    def message(self) -> str:
+        """The whole text on one line: what; got; expected; what to do."""
+        parts = [self.what]
+        if self.got is not None:
+            parts.append(f"got: {self.got}")
+        if self.expected is not None:
+            parts.append(f"expected: {self.expected}")
+        if self.fix is not None:
+            parts.append(f"fix: {self.fix}")
+        # Names come from files and users: a newline or an escape code must not reach a log or a terminal.
+        text = "; ".join(parts)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def to_dict(self) -> dict[str, str | None]:
+        """The JSON twin of the message."""
+        return {"code": self.code, "what": self.what, "got": self.got, "expected": self.expected, "fix": self.fix}
+
+
+class InputError(PrecisionTimeError, ValueError):
+    """A value that a caller gave cannot be used."""
+
+    code = "E-INPUT"
+    exit_code = 2
+
+
+class UnknownNameError(InputError, LookupError):
+    """A name (model, GPU, precision, field) that is not known; the message offers the nearest ones."""
+
+    code = "E-UNKNOWN-NAME"
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, fix: str | None = None) -> None:
+        self.nearest = nearest(name, known)
+        super().__init__(
+            f"unknown {kind}",
+            got=repr(name),
+            expected=f"a known {kind}; the nearest are {', '.join(self.nearest) or 'none'}",
+            fix=fix,
+        )
+
+
+class PrecisionUnsupportedError(InputError):
+    """The device cannot run the precision that was asked for."""
+
+    code = "E-PRECISION-UNSUPPORTED"
+
+
+class NotFoundError(PrecisionTimeError, FileNotFoundError):
+    """A file, artifact, version or alias that does not exist."""
+
+    code = "E-NOT-FOUND"
+    exit_code = 2
+
+
+class StorageError(PrecisionTimeError, OSError):
+    """Storage cannot be read or written."""
+
+    code = "E-STORE"
+    exit_code = 2
+
+
+class StorageFullError(StorageError):
+    """No room is left where the data should go."""
+
+    code = "E-STORE-FULL"
+
+
+class StorageReadOnlyError(StorageError, PermissionError):
+    """The place where the data should go cannot be written."""
+
+    code = "E-STORE-READ-ONLY"
+
+
+class VersionExistsError(PrecisionTimeError, FileExistsError):
+    """Another publisher has already created this version or file."""
+
+    code = "E-VERSION-EXISTS"
+    exit_code = 2
+
+
+class IntegrityError(PrecisionTimeError, ValueError):
+    """Stored data is not what was written: checksum, schema, digest or structure do not hold."""
+
+    code = "E-DATA-CORRUPT"
+    exit_code = 4
+
+
+class GoalNotMetError(PrecisionTimeError, RuntimeError):
+    """A stated goal (a gate, a limit) was not reached; nothing is broken."""
+
+    code = "E-GOAL-NOT-MET"
+    exit_code = 3
+
+
+class PartialError(PrecisionTimeError, RuntimeError):
+    """Some of the work was done and kept, some failed."""
+
+    code = "E-PARTIAL"
+    exit_code = 5
+
+
+class OutOfDomainError(PrecisionTimeError, ValueError):
+    """A query outside what the predictor was trained on, in strict mode."""
+
+    code = "E-OUT-OF-DOMAIN"
+    exit_code = 6

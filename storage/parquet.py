@@ -1,0 +1,262 @@
+"""Parquet with a declared schema: written with checksums, and read so that damage is an error, never a value."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from precision_time.storage.errors import InputError, IntegrityError
+from precision_time.storage.schema import SCHEMA_VERSION, arrow_schema
+
+__all__ = ["conform", "encode_table", "read_table", "table_of"]
+
+_VERSION_KEY = b"precision_time.schema_version"
+_RECORD_KEY = b"record"
+
+# Page checksums leave the footer out, and some damaged footers abort the process inside Arrow. So a digest of the
+# whole file stands between the pages and the footer, where readers of Parquet never look, and is checked first.
+_SEAL = b"\x89PT-SEAL"
+_SEAL_BYTES = len(_SEAL) + hashlib.sha256().digest_size
+
+# A few kilobytes of repeated values can claim millions of rows; what they would take in memory is known before.
+_MAX_DECODED_BYTES = 128 * 2**20
+_MAX_COLUMNS = 1_000
+_MAX_THRIFT_BYTES = 16 * 2**20
+_MAX_THRIFT_ITEMS = 100_000
+_BYTES_OF_A_VALUE = 8
+
+
+def table_of(rows: Sequence[Any], record: type) -> pa.Table:
+    """The table of ``rows``, all of the class ``record``; raises ``InputError`` for others, else as ``conform``."""
+    if strangers := [row for row in rows if type(row) is not record]:
+        raise InputError(
+            "these rows cannot be stored", got=type(strangers[0]).__name__, expected=f"rows of {record.__name__}"
+        )
+    schema = arrow_schema(record)
+    if not rows:
+        return schema.empty_table()
+    values = [asdict(row) for row in rows]
+    columns = {}
+    for field in schema:
+        try:
+            # Types are inferred first: asked for int64, Arrow would cut 1.5 down to 1.
+            columns[field.name] = pa.array([row[field.name] for row in values])
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise _misfit("these rows", field, str(error)) from error
+    return conform(pa.table(columns), record, name="these rows")
+
+
+def encode_table(table: pa.Table, record: type) -> bytes:
+    """The bytes of a Parquet file: zstd, page checksums, and a seal over all of it.
+
+    Raises ``IntegrityError`` when the table does not fit the schema of ``record``.
+    """
+    table = conform(table, record, name="this table")
+    _check_size("this table", rows=table.num_rows, columns=table.num_columns, encoded=0)
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        use_dictionary=[field.name for field in _text_fields(table.schema)],
+        write_page_checksum=True,
+    )
+    data: bytes = sink.getvalue().to_pybytes()
+    footer = _footer_start(data, "this table")
+    return data[:footer] + _SEAL + hashlib.sha256(data).digest() + data[footer:]
+
+
+def read_table(data: bytes, record: type, *, name: str = "this file") -> pa.Table:
+    """The table in a Parquet file called ``name``, with exactly the schema of ``record``.
+
+    An integer column is read as floating point where the schema says so, a missing optional column as null. Raises
+    ``IntegrityError`` naming the file (and the column) for anything else: damage, another type, a missing or unknown
+    column, a newer schema version, or more rows than fit in 128 MiB. A file of another writer has no seal and is read
+    with the checks that Parquet itself offers.
+    """
+    schema = arrow_schema(record)
+    _check_seal(data, name)
+    try:
+        file = _open(data)
+        found = file.schema_arrow
+        _check_claims(file.metadata, schema, name)
+        _check_labels(found.metadata or {}, record, name)
+        _check_columns(found, schema, name)
+        # Also where the file does not ask for it: repeated text must stay one value while it is decoded.
+        encoded = [field.name for field in _text_fields(schema) if field.name in found.names]
+        table = _open(data, read_dictionary=encoded, metadata=file.metadata).read(use_threads=False)
+    except IntegrityError:
+        raise
+    # A damaged footer surfaces as whatever the decoder stumbles over: ArrowException, OSError, MemoryError, ...
+    except Exception as error:
+        raise _damaged(name, f"{type(error).__name__}: {error}"[:300]) from error
+    _check_versions(table, name)
+    return conform(table, record, name=name)
+
+
+def conform(table: pa.Table, record: type, *, name: str) -> pa.Table:
+    """``table`` with exactly the columns and types of ``record``.
+
+    Integer to floating point and text to encoded text are the only changes; a missing optional column becomes null.
+    Raises ``IntegrityError`` naming the column otherwise.
+    """
+    schema = arrow_schema(record)
+    _check_columns(table.schema, schema, name)
+    columns = []
+    for field in schema:
+        if field.name not in table.column_names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+            continue
+        column = table.column(field.name)
+        if column.null_count and not field.nullable:
+            raise _misfit(name, field, f"{column.null_count} nulls")
+        try:
+            columns.append(_convert(column, field.type))
+        except pa.ArrowException as error:
+            raise _misfit(name, field, str(error)) from error
+    return pa.table(columns, schema=schema)
+
+
+def _convert(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
+    if column.type == wanted:
+        return column
+    if pa.types.is_dictionary(wanted) and not pa.types.is_null(column.type):
+        plain = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+        return plain.cast(wanted)
+    return column.cast(wanted)
+
+
+def _check_columns(found: pa.Schema, schema: pa.Schema, name: str) -> None:
+    """By the schemas alone, so that nothing is decoded for a file that does not fit."""
+    repeated = {column for column in found.names if found.names.count(column) > 1}
+    for problem, columns in (
+        ("has a column twice", repeated),
+        ("has an unknown column", set(found.names) - set(schema.names)),
+    ):
+        if columns:
+            raise IntegrityError(
+                f"{name} {problem}", got=", ".join(sorted(columns))[:300], expected="the columns of its schema"
+            )
+    for field in schema:
+        if field.name in found.names:
+            if not _is_readable_as(found.field(field.name).type, field):
+                raise _misfit(name, field, str(found.field(field.name).type))
+        elif not field.nullable:
+            raise IntegrityError(f"{name} lacks the column {field.name}", expected=f"{field.name} of {field.type}")
+
+
+def _is_readable_as(found: pa.DataType, field: pa.Field) -> bool:
+    wanted = field.type
+    if pa.types.is_null(found):
+        return bool(field.nullable)
+    if pa.types.is_dictionary(wanted):
+        plain = found.value_type if pa.types.is_dictionary(found) else found
+        return bool(pa.types.is_string(plain) or pa.types.is_large_string(plain))
+    return found == wanted or bool(pa.types.is_floating(wanted) and pa.types.is_integer(found))
+
+
+def _open(data: bytes, **options: Any) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        pa.BufferReader(data),
+        thrift_string_size_limit=_MAX_THRIFT_BYTES,
+        thrift_container_size_limit=_MAX_THRIFT_ITEMS,
+        page_checksum_verification=True,
+        **options,
+    )
+
+
+def _text_fields(schema: pa.Schema) -> list[pa.Field]:
+    return [field for field in schema if pa.types.is_dictionary(field.type)]
+
+
+def _footer_start(data: bytes, name: str) -> int:
+    """Where the footer begins, by magic bytes and length, before a parser allocates what they claim."""
+    if len(data) < 12 or data[:4] != b"PAR1" or data[-4:] != b"PAR1":
+        raise _damaged(name, f"{len(data)} bytes that are not a complete Parquet file")
+    length = int.from_bytes(data[-8:-4], "little")
+    if not 0 < length <= len(data) - 12:
+        raise _damaged(name, f"a footer of {length} bytes in a file of {len(data)}")
+    return len(data) - 8 - length
+
+
+def _check_seal(data: bytes, name: str) -> None:
+    footer = _footer_start(data, name)
+    start = footer - _SEAL_BYTES
+    if start > 0 and data.startswith(_SEAL, start):
+        digest = hashlib.sha256(data[:start])
+        digest.update(data[footer:])
+        if digest.digest() != data[start + len(_SEAL) : footer]:
+            raise _damaged(name, "content that does not match its seal")
+    elif _SEAL in data:
+        raise _damaged(name, "a seal that is not where it belongs")
+
+
+def _check_claims(metadata: Any, schema: pa.Schema, name: str) -> None:
+    if not 0 < metadata.num_columns <= _MAX_COLUMNS:
+        raise _damaged(name, f"{metadata.num_columns} columns")
+    # Nothing is asked of single columns here: on a damaged footer that aborts the process.
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    rows = sum(group.num_rows for group in groups)
+    if rows != metadata.num_rows or any(group.num_rows < 0 for group in groups):
+        raise _damaged(name, f"{metadata.num_rows} rows in all, {rows} in its groups")
+    encoded = sum(group.total_byte_size for group in groups)
+    _check_size(name, rows=rows, columns=max(metadata.num_columns, len(schema)), encoded=encoded)
+
+
+def _check_size(name: str, *, rows: int, columns: int, encoded: int) -> None:
+    """Rows times width: the sizes in a footer describe the encoded data, which says little about memory."""
+    if max(rows * columns * _BYTES_OF_A_VALUE, encoded) > _MAX_DECODED_BYTES:
+        raise IntegrityError(
+            f"{name} is too large",
+            got=f"{rows} rows of {columns} columns, {encoded} encoded bytes",
+            expected=f"at most {_MAX_DECODED_BYTES} bytes in memory",
+        )
+
+
+def _check_labels(metadata: dict[bytes, bytes], record: type, name: str) -> None:
+    version = metadata.get(_VERSION_KEY, b"")
+    if version.isdigit() and len(version) < 10:
+        _check_version(int(version), name)
+    label = metadata.get(_RECORD_KEY, record.__name__.encode())
+    if label != record.__name__.encode():
+        raise IntegrityError(f"{name} holds other rows", got=repr(label)[:100], expected=record.__name__)
+
+
+def _check_versions(table: pa.Table, name: str) -> None:
+    if "schema_version" in table.column_names and pa.types.is_integer(table.schema.field("schema_version").type):
+        for version in pc.unique(table.column("schema_version").combine_chunks()).drop_null().to_pylist():
+            _check_version(version, name)
+
+
+def _check_version(version: int, name: str) -> None:
+    if not 1 <= version <= SCHEMA_VERSION:
+        raise IntegrityError(
+            f"{name} was written by another version",
+            got=f"schema version {version}",
+            expected=f"schema version 1 to {SCHEMA_VERSION}",
+            fix="update precision-time, or record it again with this version",
+        )
+
+
+def _damaged(name: str, got: str) -> IntegrityError:
+    return IntegrityError(
+        f"{name} is damaged",
+        got=got,
+        expected="an undamaged Parquet file",
+        fix="set it aside and measure its cell again",
+    )
+
+
+def _misfit(name: str, field: pa.Field, got: str) -> IntegrityError:
+    optional = ", or null" if field.nullable else ""
+    return IntegrityError(
+        f"{name}: column {field.name} does not fit", got=got[:300], expected=f"values of {_plain(field.type)}{optional}"
+    )
+
+
+def _plain(kind: pa.DataType) -> str:
+    return str(kind.value_type if pa.types.is_dictionary(kind) else kind)

@@ -1,0 +1,351 @@
+"""The timings dataset: one immutable Parquet file per cell, one per attempt, and small cards beside them."""
+
+import hashlib
+import logging
+import re
+import typing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote, unquote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_json
+from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, VersionExistsError
+from precision_time.storage.filesystem import open_store
+from precision_time.storage.local import LocalStore
+from precision_time.storage.measurements import MAX_ITERATION_TIME_S, measure_cells
+from precision_time.storage.parquet import conform, encode_table, read_table, table_of
+from precision_time.storage.schema import CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
+
+__all__ = ["CardKind", "TimingsDataset", "escape_name", "read_table", "unescape_name", "write_fragment"]
+
+CardKind = Literal["hardware", "workloads"]
+
+_TIMINGS, _OUTCOMES, _QUARANTINE = "timings/v1", "outcomes/v1", "quarantine"
+_CELL_ID = re.compile(r"[0-9a-f]{16}")
+_CELL_FILE = re.compile(r"cell-([0-9a-f]{16})\.parquet")
+_OUTCOME_FILE = re.compile(r"cell-([0-9a-f]{16})-([1-9][0-9]{0,8})\.parquet")
+_MAX_NAME_BYTES = 200
+_MAX_FILE_BYTES = 256 * 2**20
+_MAX_REASON = 2_000
+_READERS = 8
+
+# What makes a file one cell: a mixture would give medians of nothing.
+_SAME_IN_A_CELL = (
+    "cell_id", "attempt", "model", "task_input", "requested_precision", "effective_precision", "world_size", "nodes",
+    "per_gpu_batch_size", "gradient_accumulation_steps", "strategy", "gpu", "framework",
+)  # fmt: skip
+_TIMES = ("forward_time_s", "backward_time_s", "optimizer_time_s", "compute_time_s", "communication_time_s")
+
+_log = logging.getLogger(__name__)
+
+
+def escape_name(name: str) -> str:
+    """``name`` as one safe part of a path: percent-encoded, never hidden, never ``..``, at most 200 bytes.
+
+    ``unescape_name`` gives it back. Raises ``InputError`` for an empty or longer name.
+    """
+    try:
+        text = quote(name, safe="")
+    except UnicodeEncodeError as error:
+        raise InputError("this name cannot be stored", got=repr(name)[:300], expected="valid Unicode") from error
+    text = text.replace("..", "%2E%2E")
+    if text.startswith((".", "_")):
+        text = f"%{ord(text[0]):02X}{text[1:]}"
+    if not 0 < len(text) <= _MAX_NAME_BYTES:
+        raise InputError(
+            "this name cannot be stored",
+            got=f"{name[:60]!r}, {len(text)} bytes when escaped",
+            expected=f"1 to {_MAX_NAME_BYTES} bytes",
+        )
+    return text
+
+
+def unescape_name(text: str) -> str:
+    """The name that ``escape_name`` turned into ``text``."""
+    return unquote(text, errors="strict")
+
+
+def write_fragment(path: Path, rows: Sequence[IterationTiming]) -> None:
+    """Write the rows of one rank to a scratch file, whole or not at all, with checksums.
+
+    Raises ``IntegrityError`` naming the column when a value does not fit, and what ``Store.write_bytes`` raises.
+    """
+    data = encode_table(table_of(rows, IterationTiming), IterationTiming)
+    LocalStore(path.parent).write_bytes(path.name, data)
+
+
+class TimingsDataset:
+    """Timings, outcomes and cards at a URL.
+
+    Files are never changed: a cell is recorded once, an attempt has one outcome. Readers leave damaged files out and
+    list them in ``problems``; nothing is moved until ``set_aside`` is called.
+    """
+
+    def __init__(self, url: str | Path) -> None:
+        self._store = open_store(url)
+        self.url = self._store.url
+        self._unsound: dict[str, list[tuple[str, str]]] = {}
+        self._left_out: list[tuple[str, str]] = []
+        self._digests: dict[str, str] | None = None
+
+    @property
+    def problems(self) -> list[tuple[str, str]]:
+        """(path, reason) of what the last ``read``, ``measurements``, ``outcomes`` and ``read_cards`` left out."""
+        return self.unsound_files + self._left_out
+
+    @property
+    def unsound_files(self) -> list[tuple[str, str]]:
+        """Those of ``problems`` that concern a whole file, and that ``set_aside`` is for."""
+        return [problem for found in self._unsound.values() for problem in found]
+
+    def check_writable(self, *, required_bytes: int = 0) -> None:
+        """Raise now what recording would raise later: see ``Store.check_writable``."""
+        self._store.check_writable(required_bytes=required_bytes)
+
+    def record(self, rows: pa.Table | Sequence[IterationTiming]) -> int:
+        """Commit all rows of one cell as one file; returns their number, or 0 when the cell was recorded before.
+
+        Of two recorders of one cell the first is kept. Raises ``IntegrityError`` for rows that are not one attempt at
+        one cell, repeat a step of a rank, or hold a time that is none (NaN, infinite, negative, a zero iteration).
+        """
+        if isinstance(rows, pa.Table):
+            table = conform(rows, IterationTiming, name="these rows")
+        else:
+            table = table_of(rows, IterationTiming)
+        path = _check_cell(table, "these rows")
+        _check_times(table)
+        try:
+            self._store.create_bytes(path, encode_table(table, IterationTiming))
+        except VersionExistsError:
+            _log.info("%s is already there", path)
+            return 0
+        return int(table.num_rows)
+
+    def record_outcome(self, outcome: CellOutcome) -> bool:
+        """Commit the outcome of one attempt; False when that attempt already had one, which is kept.
+
+        Raises ``InputError`` for a cell id, attempt or status that cannot be one.
+        """
+        statuses = typing.get_args(CellStatus)
+        if not _CELL_ID.fullmatch(outcome.cell_id) or outcome.attempt < 1 or outcome.status not in statuses:
+            raise InputError(
+                "this outcome cannot be stored",
+                got=f"cell {outcome.cell_id!r}, attempt {outcome.attempt}, status {outcome.status!r}",
+                expected=f"16 hex digits, an attempt of at least 1, one of {', '.join(statuses)}",
+            )
+        path = f"{_OUTCOMES}/cell-{outcome.cell_id}-{outcome.attempt}.parquet"
+        try:
+            self._store.create_bytes(path, encode_table(table_of([outcome], CellOutcome), CellOutcome))
+        except VersionExistsError:
+            _log.warning("attempt %d of cell %s already has an outcome", outcome.attempt, outcome.cell_id)
+            return False
+        return True
+
+    def recorded_cells(self) -> set[str]:
+        """Ids of the cells that have a file; from names alone, so a damaged file counts until it is set aside."""
+        names = (_CELL_FILE.fullmatch(path.rpartition("/")[2]) for path in self._list(_TIMINGS))
+        return {match.group(1) for match in names if match}
+
+    def next_attempt(self, cell_id: str) -> int:
+        """One more than the highest attempt at ``cell_id`` with an outcome; 1 for a new cell."""
+        matches = (_OUTCOME_FILE.fullmatch(path.rpartition("/")[2]) for path in self._list(_OUTCOMES))
+        attempts = [int(match.group(2)) for match in matches if match and match.group(1) == cell_id]
+        return max(attempts, default=0) + 1
+
+    def read(self, *, strict: bool = False) -> pa.Table:
+        """All rows of all sound files; with ``strict`` the first unsound one raises ``IntegrityError`` instead."""
+        self._digests, self._left_out = {}, []
+        tables = self._read_files(_TIMINGS, IterationTiming, _check_timings_file, strict=strict, digests=self._digests)
+        if not tables:
+            return arrow_schema(IterationTiming).empty_table()
+        return pa.concat_tables(tables).unify_dictionaries()
+
+    def outcomes(self, *, strict: bool = False) -> list[CellOutcome]:
+        """All outcomes, by cell and attempt; unsound files as in ``read``."""
+        tables = self._read_files(_OUTCOMES, CellOutcome, _check_outcome_file, strict=strict)
+        found = [CellOutcome(**row) for table in tables for row in table.to_pylist()]
+        return sorted(found, key=lambda outcome: (outcome.cell_id, outcome.attempt))
+
+    def measurements(self, *, strict: bool = False) -> list[Measurement]:
+        """One measurement per recorded cell (see ``measure_cells``); what had to be left out is in ``problems``."""
+        timings = self.read(strict=strict)
+        flops = {}
+        for card in self.read_cards("workloads"):
+            value = card.get("forward_flops_per_sample")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                flops[str(card.get("name"))] = float(value)
+        measured, left_out = measure_cells(timings, forward_flops=flops)
+        paths = {path.rpartition("/")[2]: path for path in self._digests or ()}
+        self._left_out = [(paths[f"cell-{cell}.parquet"], reason) for cell, reason in left_out]
+        return measured
+
+    def snapshot_sha256(self) -> str:
+        """Digest of the timing files that the last ``read`` or ``measurements`` took (read now if none did)."""
+        if self._digests is None:
+            self.read()
+        listed = "".join(f"{digest}  {path}\n" for path, digest in sorted((self._digests or {}).items()))
+        return hashlib.sha256(listed.encode()).hexdigest()
+
+    def write_card(self, kind: CardKind, name: str, values: dict[str, Any]) -> None:
+        """Write the card ``name``, replacing an earlier one; raises ``InputError`` for what is no finite JSON."""
+        self._store.write_bytes(f"{_card_folder(kind)}/{escape_name(name)}.json", dump_json(values))
+
+    def read_cards(self, kind: CardKind) -> list[dict[str, Any]]:
+        """All sound cards of a kind, by file name; the others are listed in ``problems``."""
+        cards, self._unsound[kind] = [], []
+        for path in self._list(_card_folder(kind)):
+            try:
+                card = parse_json(self._store.read_bytes(path, max_bytes=MAX_JSON_BYTES), name=path)
+                if not isinstance(card, dict):
+                    raise IntegrityError(f"{path} is not a card", got=type(card).__name__, expected="a JSON object")
+                cards.append(card)
+            except (IntegrityError, InputError) as error:
+                self._unsound[kind].append((path, str(error)))
+            except NotFoundError:
+                continue
+        return cards
+
+    def check(self) -> list[tuple[str, str]]:
+        """Read everything; (path, reason) of each file and step that cannot be used."""
+        self.measurements()
+        self.outcomes()
+        self.read_cards("hardware")
+        return self.problems
+
+    def set_aside(self, path: str, reason: str) -> str:
+        """Move an unsound file to ``quarantine/``, with the reason beside it, so that its cell is measured again.
+
+        Returns where it went. Raises ``NotFoundError`` when it is gone, ``InputError`` for a path that is none of ours.
+        """
+        folders = (_TIMINGS, _OUTCOMES, _card_folder("hardware"), _card_folder("workloads"))
+        if not path.startswith(tuple(f"{folder}/" for folder in folders)):
+            raise InputError("this file is not part of the dataset", got=repr(path), expected=f"one of {folders}")
+        taken = 0
+        while True:
+            target = f"{_QUARANTINE}/{path}.{taken}" if taken else f"{_QUARANTINE}/{path}"
+            try:
+                self._store.move(path, target)
+            except VersionExistsError:
+                taken += 1
+                continue
+            self._store.write_bytes(f"{target}.reason.json", dump_json({"path": path, "reason": reason[:_MAX_REASON]}))
+            return target
+
+    def _list(self, folder: str) -> list[str]:
+        return self._store.list_files(folder)
+
+    def _read_files(
+        self,
+        folder: str,
+        record: type,
+        check: Callable[[pa.Table, str], None],
+        *,
+        strict: bool,
+        digests: dict[str, str] | None = None,
+    ) -> list[pa.Table]:
+        def read(path: str) -> tuple[pa.Table, str] | IntegrityError | InputError | None:
+            try:
+                data = self._store.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
+                table = read_table(data, record, name=path)
+                check(table, path)
+            except (IntegrityError, InputError) as error:
+                return error
+            except NotFoundError:  # set aside since the listing
+                return None
+            return table, hashlib.sha256(data).hexdigest()
+
+        paths = self._list(folder)
+        problems = self._unsound[folder] = []
+        tables = []
+        # A round trip for each file: what S3 is slow at, and what threads hide.
+        with ThreadPoolExecutor(_READERS) as pool:
+            for path, result in zip(paths, pool.map(read, paths), strict=True):
+                if result is None:
+                    continue
+                if isinstance(result, Exception):
+                    if strict:
+                        raise result
+                    problems.append((path, str(result)))
+                    continue
+                table, digest = result
+                tables.append(table)
+                if digests is not None:
+                    digests[path] = digest
+        return tables
+
+
+def _card_folder(kind: str) -> str:
+    if kind not in typing.get_args(CardKind):
+        raise InputError("there are no such cards", got=repr(kind), expected="hardware or workloads")
+    return f"{kind}/v1"
+
+
+def _cell_path(row: dict[str, Any]) -> str:
+    model, precision = escape_name(row["model"]), escape_name(row["requested_precision"])
+    return f"{_TIMINGS}/model={model}/precision={precision}/cell-{row['cell_id']}.parquet"
+
+
+def _check_cell(table: pa.Table, name: str) -> str:
+    """The path where ``table`` belongs; raises ``IntegrityError`` unless it is one attempt at one cell."""
+    if not table.num_rows:
+        raise IntegrityError(f"{name} cannot be a cell", got="no rows", expected="the rows of one cell")
+    for column in _SAME_IN_A_CELL:
+        values = pc.unique(table.column(column).combine_chunks()).to_pylist()
+        if len(values) != 1:
+            raise IntegrityError(
+                f"{name} cannot be a cell",
+                got=f"{column}: {values[:3]}",
+                expected="the rows of one attempt at one cell",
+            )
+    row = table.slice(0, 1).to_pylist()[0]
+    if not _CELL_ID.fullmatch(row["cell_id"]):
+        raise IntegrityError(f"{name} cannot be a cell", got=f"cell_id {row['cell_id']!r}", expected="16 hex digits")
+    keys = table.select(["is_warmup", "rank", "step"])
+    if keys.group_by(keys.column_names).aggregate([]).num_rows != table.num_rows:
+        raise IntegrityError(f"{name} cannot be a cell", got="a step of a rank twice", expected="one row for each")
+    return _cell_path(row)
+
+
+def _check_times(table: pa.Table) -> None:
+    """What is recorded once is kept for ever, so a time that is none is refused here."""
+    iteration = table.column("iteration_time_s")
+    usable = pc.and_(pc.greater(iteration, 0.0), pc.less_equal(iteration, MAX_ITERATION_TIME_S))
+    _refuse_unless(usable, iteration, "a positive time of at most a day")
+    for name in _TIMES:
+        column = table.column(name)
+        _refuse_unless(pc.and_(pc.is_finite(column), pc.greater_equal(column, 0.0)), column, "a time", name=name)
+    exposed = table.column("exposed_communication_s")
+    _refuse_unless(pc.is_finite(exposed), exposed, "a finite difference", name="exposed_communication_s")
+
+
+def _refuse_unless(
+    usable: pa.ChunkedArray, values: pa.ChunkedArray, expected: str, *, name: str = "iteration_time_s"
+) -> None:
+    # NaN compares false, null stays null: a part that was not measured is no fault.
+    bad = values.filter(pc.invert(usable))
+    if len(bad):
+        raise IntegrityError(
+            f"these rows cannot be recorded: {name} is not usable in {len(bad)} of them",
+            got=repr(bad[0].as_py()),
+            expected=expected,
+        )
+
+
+def _check_timings_file(table: pa.Table, path: str) -> None:
+    belongs = _check_cell(table, path)
+    if belongs != path:
+        raise IntegrityError(f"{path} is not where its rows belong", got=path, expected=belongs)
+
+
+def _check_outcome_file(table: pa.Table, path: str) -> None:
+    rows = table.select(["cell_id", "attempt"]).slice(0, 2).to_pylist()
+    belongs = [f"{_OUTCOMES}/cell-{row['cell_id']}-{row['attempt']}.parquet" for row in rows]
+    if belongs != [path]:
+        raise IntegrityError(
+            f"{path} is not where its rows belong", got=f"{table.num_rows} rows", expected="one outcome"
+        )

@@ -1,0 +1,140 @@
+"""One measurement per cell: the slowest rank of each step, the median over steps, and reasons for what is left out."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from precision_time.storage.measurements import measure_cells
+from precision_time.storage.parquet import table_of
+from precision_time.storage.schema import IterationTiming, Measurement
+
+Make = Callable[..., IterationTiming]
+
+
+def measure(rows: list[IterationTiming], **flops: float) -> tuple[list[Measurement], list[tuple[str, str]]]:
+    return measure_cells(table_of(rows, IterationTiming), forward_flops=flops)
+
+
+def test_the_slowest_rank_of_a_step_counts_with_all_its_parts(timing: Make) -> None:
+    rows = [
+        timing(rank=0, iteration_time_s=1.0, compute_time_s=0.9, communication_time_s=0.7, exposed_communication_s=0.1),
+        timing(rank=1, iteration_time_s=1.1, compute_time_s=0.6, communication_time_s=0.5, exposed_communication_s=0.5),
+    ]
+    (measured,), problems = measure(rows)
+    assert problems == []
+    assert measured.iteration_time_s == 1.1
+    assert measured.compute_time_s == 0.6
+    assert measured.communication_time_s == 0.5
+    assert measured.exposed_communication_s == 0.5
+
+
+def test_the_median_is_over_steps_not_over_rows(timing: Make) -> None:
+    slow = {0: 5.0, 1: 1.0, 2: 3.0}
+    rows = [timing(step=step, rank=rank, iteration_time_s=time_s if rank else 0.1) for step, time_s in slow.items()
+            for rank in range(2)]  # fmt: skip
+    (measured,), _ = measure(rows)
+    assert measured.iteration_time_s == 3.0
+    assert measured.iterations == 3
+    assert measured.relative_iqr == pytest.approx((4.0 - 2.0) / 3.0)
+
+
+def test_parts_are_medians_of_their_own(timing: Make) -> None:
+    rows = [
+        timing(
+            world_size=1,
+            step=step,
+            iteration_time_s=1.0 + step,
+            forward_time_s=0.1 * step,
+            backward_time_s=0.2 * step,
+            optimizer_time_s=0.3 * step,
+        )
+        for step in range(3)
+    ]
+    (measured,), _ = measure(rows)
+    assert measured.forward_time_s == pytest.approx(0.1)
+    assert measured.backward_time_s == pytest.approx(0.2)
+    assert measured.optimizer_time_s == pytest.approx(0.3)
+
+
+def test_warm_up_and_skipped_steps_do_not_count(timing: Make) -> None:
+    rows = [timing(step=0, rank=rank, is_warmup=True, iteration_time_s=9.0, compute_time_s=None) for rank in range(2)]
+    rows += [timing(step=1, rank=rank, step_skipped=rank == 0, iteration_time_s=9.0) for rank in range(2)]
+    rows += [timing(step=2, rank=rank, iteration_time_s=1.0) for rank in range(2)]
+    (measured,), problems = measure(rows)
+    assert problems == []
+    assert measured.iteration_time_s == 1.0
+    assert measured.iterations == 1
+    assert measured.relative_iqr == 0.0
+
+
+@pytest.mark.parametrize(("values", "expected"), [([-3.0, -1.0, 2.0], 0.0), ([-3.0, 1.0, 2.0], 1.0)])
+def test_negative_exposed_communication_is_noise_around_zero(
+    timing: Make, values: list[float], expected: float
+) -> None:
+    rows = [timing(world_size=1, step=step, exposed_communication_s=value) for step, value in enumerate(values)]
+    (measured,), _ = measure(rows)
+    assert measured.exposed_communication_s == expected
+
+
+def test_a_part_that_was_never_measured_is_none(timing: Make) -> None:
+    row = timing(world_size=1, compute_time_s=None, communication_time_s=None, exposed_communication_s=None)
+    (measured,), _ = measure([row])
+    assert measured.compute_time_s is None
+    assert measured.communication_time_s is None
+    assert measured.exposed_communication_s is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -0.1, 1e6])
+def test_a_step_without_a_usable_time_is_left_out_with_its_reason(timing: Make, value: float) -> None:
+    rows = [timing(step=0, rank=0, iteration_time_s=value), timing(step=0, rank=1, iteration_time_s=7.0)]
+    rows += [timing(step=1, rank=rank, iteration_time_s=1.0) for rank in range(2)]
+    (measured,), problems = measure(rows)
+    assert measured.iteration_time_s == 1.0
+    assert problems == [("00000000000000aa", "1 steps left out: no usable iteration time")]
+
+
+def test_a_step_that_lacks_a_rank_is_left_out_with_its_reason(timing: Make) -> None:
+    rows = [timing(step=0, rank=0, iteration_time_s=0.5), *(timing(step=1, rank=rank) for rank in range(2))]
+    (measured,), problems = measure(rows)
+    assert measured.iterations == 1
+    assert problems == [("00000000000000aa", "1 steps left out: not all ranks")]
+
+
+def test_a_cell_without_a_measured_step_is_left_out_with_its_reason(timing: Make) -> None:
+    rows = [timing(cell_id="00000000000000bb", world_size=1), timing(world_size=1, is_warmup=True)]
+    measurements, problems = measure(rows)
+    assert [measured.cell_id for measured in measurements] == ["00000000000000bb"]
+    assert problems == [("00000000000000aa", "no measured step")]
+
+
+def test_a_measurement_tells_what_was_measured(timing: Make) -> None:
+    rows = [timing(rank=rank, peak_memory_bytes=1_000 + rank, effective_precision="fp32", nodes=2) for rank in range(2)]
+    (measured,), _ = measure(rows, mlp=123.0)
+    assert measured.source == "campaign"
+    assert measured.precision == "fp32"
+    assert measured.cell_id == "00000000000000aa"
+    assert measured.configuration == ("mlp", "64", "cpu-x-2c", 2, 2, "fp32", "ddp", 8, 1, "pytorch")
+    assert measured.peak_memory_bytes == 1_001
+    assert measured.model_params == 1_024
+    assert measured.forward_flops_per_sample == 123.0
+    assert type(measured.nodes) is int
+    assert type(measured.iteration_time_s) is float
+
+
+def test_cells_do_not_mix_and_come_sorted(timing: Make) -> None:
+    rows = [
+        timing(cell_id=f"{cell:016x}", model=f"m{cell}", world_size=1, step=step, iteration_time_s=1.0 + cell)
+        for step in range(3)
+        for cell in (3, 1, 2)
+    ]
+    measurements, _ = measure(rows)
+    assert [(measured.model, measured.iteration_time_s) for measured in measurements] == [
+        ("m1", 2.0),
+        ("m2", 3.0),
+        ("m3", 4.0),
+    ]
+
+
+def test_no_rows_give_no_measurements() -> None:
+    assert measure([]) == ([], [])
