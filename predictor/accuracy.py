@@ -1,0 +1,155 @@
+"""How good a predictor is: error metrics, cross-validation over splits, and the baselines on the same folds."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from precision_time.predictor.hierarchy import HierarchicalPredictor, Observation
+from precision_time.predictor.intervals import conformal_radius, fewest_rows
+from precision_time.predictor.precision import parse_precision
+from precision_time.predictor.splits import split_by_group
+from precision_time.storage.errors import InputError
+from precision_time.storage.schema import Measurement
+
+__all__ = ["SPLITS", "CrossValidation", "cross_validate", "score", "score_holdout"]
+
+#: What a fold holds out together, by split.
+SPLITS: dict[str, Callable[[Measurement], Hashable]] = {
+    "configuration": lambda measured: measured.configuration,
+    "leave-model-out": lambda measured: measured.model,
+    "leave-gpu-out": lambda measured: measured.gpu,
+}
+FOLDS = {"configuration": 5, "leave-model-out": 10, "leave-gpu-out": 10}
+
+
+def score(
+    predicted_s: npt.ArrayLike, measured_s: npt.ArrayLike, *, covered: npt.ArrayLike | None = None
+) -> dict[str, float | None]:
+    """Error metrics of predicted against measured seconds, each of shape (rows,); fractions, not percentages.
+
+    ``mape`` is the mean of abs(predicted - measured) / measured, ``median_ape`` and ``p90_ape`` its median and 90th
+    percentile, ``within_10`` and ``within_25`` the shares of rows inside that error, ``bias`` the mean log ratio
+    (positive: predicted too slow) as a factor minus one, ``rmse_s`` in seconds, ``coverage`` the share of
+    measurements inside their interval.
+    """
+    predicted, measured = np.asarray(predicted_s, np.float64), np.asarray(measured_s, np.float64)
+    if predicted.shape != measured.shape or not predicted.size:
+        raise InputError(
+            "nothing to score",
+            got=f"{predicted.shape} predictions for {measured.shape} measurements",
+            expected="one prediction a measurement, at least one",
+        )
+    error = np.abs(predicted - measured) / measured
+    return {
+        "n": float(len(error)),
+        "mape": float(error.mean()),
+        "median_ape": float(np.median(error)),
+        "p90_ape": float(np.quantile(error, 0.9)),
+        "within_10": float((error <= 0.10).mean()),
+        "within_25": float((error <= 0.25).mean()),
+        "bias": float(np.expm1(np.log(predicted / measured).mean())),
+        "rmse_s": float(np.sqrt(np.square(predicted - measured).mean())),
+        "coverage": None if covered is None else float(np.asarray(covered, np.float64).mean()),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossValidation:
+    """One split: every row predicted by a model that saw nothing of its group, by three methods."""
+
+    split: str
+    measured_s: npt.NDArray[np.float64]
+    predicted_s: dict[str, npt.NDArray[np.float64]]
+    folds: npt.NDArray[np.int64]
+    level: float
+
+    @property
+    def log_errors(self) -> npt.NDArray[np.float64]:
+        """log(measured / predicted) of the predictor, shape (rows,): what intervals are calibrated on."""
+        return np.log(self.measured_s / self.predicted_s["predictor"])
+
+    def radius(self) -> float | None:
+        """The interval radius this split supports at ``level``; None with too few rows."""
+        if len(self.measured_s) < fewest_rows(self.level):
+            return None
+        return conformal_radius(list(self.log_errors), level=self.level)
+
+    def metrics(self) -> dict[str, dict[str, float | None]]:
+        """Metrics by method; coverage of the predictor uses radii from the other folds only."""
+        result = {method: score(values, self.measured_s) for method, values in self.predicted_s.items()}
+        result["predictor"] = score(self.predicted_s["predictor"], self.measured_s, covered=self._covered())
+        return result
+
+    def _covered(self) -> npt.NDArray[np.bool_] | None:
+        covered = np.zeros(len(self.folds), dtype=np.bool_)
+        for fold in np.unique(self.folds):
+            others = self.log_errors[self.folds != fold]
+            if len(others) < fewest_rows(self.level):
+                return None
+            inside = self.folds == fold
+            covered[inside] = np.abs(self.log_errors[inside]) <= conformal_radius(list(others), level=self.level)
+        return covered
+
+
+def _predict_rows(predictor: HierarchicalPredictor, rows: Sequence[Observation]) -> npt.NDArray[np.float64]:
+    return predictor.predict([seen.row for seen in rows], [seen.closed for seen in rows]).iteration_time_s
+
+
+def _closed_times(rows: Sequence[Observation]) -> npt.NDArray[np.float64]:
+    return np.array([seen.closed.iteration_time_s for seen in rows])
+
+
+def _measured_times(rows: Sequence[Observation]) -> npt.NDArray[np.float64]:
+    return np.array([seen.measurement.iteration_time_s for seen in rows])
+
+
+def _blind(rows: Sequence[Observation]) -> list[Observation]:
+    """The same measurements described without their precision: every one as fp32."""
+    fp32 = parse_precision("fp32")
+    return [Observation.of(seen.measurement, replace(seen.setup, precision=fp32)) for seen in rows]
+
+
+def _methods(
+    train: Sequence[Observation], test: Sequence[Observation], *, seed: int
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Predictions of ``test`` after training on ``train``: the predictor, precision-blind, and roofline alone.
+
+    The roofline gets one free factor, the median of measured over closed form in the training rows.
+    """
+    blind_train, blind_test = _blind(train), _blind(test)
+    factor = np.exp(np.median(np.log(_measured_times(train) / _closed_times(train))))
+    return {
+        "predictor": _predict_rows(HierarchicalPredictor.fit(train, seed=seed), test),
+        "precision_blind": _predict_rows(HierarchicalPredictor.fit(blind_train, seed=seed), blind_test),
+        "roofline": _closed_times(test) * factor,
+    }
+
+
+def cross_validate(
+    observations: Sequence[Observation], *, split: str, level: float = 0.9, seed: int = 0
+) -> CrossValidation:
+    """Predict every row out of fold by the predictor and both baselines.
+
+    Raises ``InputError`` when the rows hold fewer than two groups of the split, or too few rows to train on.
+    """
+    group = SPLITS[split]
+    folds = split_by_group([group(seen.measurement) for seen in observations], folds=FOLDS[split], seed=seed)
+    predicted = {method: np.empty(len(observations)) for method in ("predictor", "precision_blind", "roofline")}
+    for fold in np.unique(folds):
+        train = [seen for seen, its in zip(observations, folds, strict=True) if its != fold]
+        test = [seen for seen, its in zip(observations, folds, strict=True) if its == fold]
+        for method, values in _methods(train, test, seed=seed).items():
+            predicted[method][folds == fold] = values
+    return CrossValidation(
+        split=split, measured_s=_measured_times(observations), predicted_s=predicted, folds=folds, level=level
+    )
+
+
+def score_holdout(
+    train: Sequence[Observation], holdout: Sequence[Observation], *, seed: int = 0
+) -> dict[str, dict[str, float | None]]:
+    """Metrics by method on ``holdout`` after training on ``train`` alone."""
+    measured = _measured_times(holdout)
+    return {method: score(values, measured) for method, values in _methods(train, holdout, seed=seed).items()}

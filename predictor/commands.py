@@ -1,0 +1,47 @@
+"""Command line of the predictor: ``precision-time predict``."""
+
+import json
+from typing import Annotated
+
+import typer
+
+__all__ = ["predict"]
+
+
+def predict(
+    model: Annotated[str, typer.Option(help="Name of the model, e.g. resnet50.")],
+    batch_size: Annotated[int, typer.Option(help="Samples one GPU takes in one micro-step.")],
+    precision: Annotated[str, typer.Option(help="Precision in any common spelling, e.g. fp32, tf32, bf16-mixed.")],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs over all nodes.")] = 1,
+    gpu: Annotated[str | None, typer.Option(help="The device, e.g. A100-SXM4-80GB or cpu.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes; by default as few as hold the GPUs.")] = None,
+    gradient_accumulation_steps: Annotated[int, typer.Option(help="Micro-steps in one optimizer step.")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the job.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Epochs of the job; needs --dataset-size.")] = None,
+    dataset_size: Annotated[int | None, typer.Option(help="Samples in the data set.")] = None,
+    artifact: Annotated[
+        str | None, typer.Option(help="Published predictor: URL/name, URL/name@3, name@champion.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse to answer outside the training data (exit 6).")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; times in seconds.")] = False,
+) -> None:
+    """How long a training job takes, before it starts, and why."""
+    from precision_time.predictor.api import predict_time
+
+    estimate = predict_time(
+        model=model,
+        precision=precision,
+        gpus=gpus,
+        gpu=gpu,
+        nodes=nodes,
+        batch_size=batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        steps=steps,
+        epochs=epochs,
+        dataset_size=dataset_size,
+        artifact=artifact,
+        strict=strict,
+    )
+    typer.echo(json.dumps(estimate.to_dict(), allow_nan=False) if as_json else repr(estimate))

@@ -1,0 +1,119 @@
+"""The bucket timeline, against examples worked by hand."""
+
+import dataclasses
+
+import pytest
+
+from precision_time.predictor.hardware import find_hardware
+from precision_time.predictor.network import all_reduce_time_s
+from precision_time.predictor.overlap import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    estimate_overlap,
+    fill_buckets,
+    finish_last_bucket,
+)
+from precision_time.predictor.precision import parse_precision
+from precision_time.predictor.roofline import estimate_compute
+from precision_time.predictor.workload import find_workload
+from precision_time.storage.errors import InputError
+
+FP32 = parse_precision("fp32")
+MIB = 2**20
+
+
+def workload(*, params, tensors):
+    return dataclasses.replace(find_workload("resnet50"), params=params, parameter_tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("ready_s", "transfer_s", "end_s"),
+    [
+        ([1.0], [0.5], 1.5),
+        # The second bucket waits for the first: max(1.5, 1.2) + 0.5.
+        ([1.0, 1.2], [0.5, 0.5], 2.0),
+        # The stream is idle before the second: max(0.6, 2.0) + 0.1.
+        ([0.5, 2.0], [0.1, 0.1], 2.1),
+        # 1 + 2 = 3, then 3 + 2 = 5, then 5 + 2 = 7, though all were ready by 3.
+        ([1.0, 2.0, 3.0], [2.0, 2.0, 2.0], 7.0),
+    ],
+)
+def test_a_bucket_starts_when_it_is_ready_and_the_stream_is_free(ready_s, transfer_s, end_s):
+    assert finish_last_bucket(ready_s, transfer_s) == pytest.approx(end_s)
+
+
+def test_the_first_bucket_is_small_and_tensors_are_not_split():
+    # 100 tensors of 1 MiB: one fills the first bucket, then 25 a bucket, then the rest.
+    assert [size / MIB for size in fill_buckets(100 * MIB, 100)] == [1, 25, 25, 25, 24]
+    # 3 tensors of 100 MiB: each reaches the cap alone.
+    assert [size / MIB for size in fill_buckets(300 * MIB, 3)] == [100, 100, 100]
+    # 10 tensors of 1 KiB: all of them fit the first.
+    assert fill_buckets(10 * 1024, 10) == [10 * 1024]
+    assert (FIRST_BUCKET_BYTES, BUCKET_BYTES) == (MIB, 25 * MIB)
+
+
+def test_a_single_bucket_is_exposed_whole():
+    model, hardware = workload(params=50_000, tensors=2), find_hardware("a100")
+    estimate = estimate_overlap(model, hardware, FP32, backward_s=0.01, ranks=8, nodes=1)
+    whole = all_reduce_time_s(200_000, ranks=8, nodes=1, hardware=hardware)
+    assert estimate.bucket_count == 1
+    assert estimate.communication_time_s == pytest.approx(whole)
+    assert estimate.exposed_communication_s == pytest.approx(whole)
+
+
+def test_two_buckets_match_the_timeline_worked_by_hand():
+    # 26 tensors of 1 MiB: buckets of 1 and 25 MiB, ready at 1/26 of the backward pass and at its end.
+    model, hardware = workload(params=26 * MIB // 4, tensors=26), find_hardware("v100")
+    first, second = (all_reduce_time_s(size * MIB, ranks=8, nodes=1, hardware=hardware) for size in (1, 25))
+    slow = estimate_overlap(model, hardware, FP32, backward_s=1.0, ranks=8, nodes=1)
+    assert slow.exposed_communication_s == pytest.approx(second)
+    # With no backward pass at all nothing is hidden.
+    none = estimate_overlap(model, hardware, FP32, backward_s=0.0, ranks=8, nodes=1)
+    assert none.exposed_communication_s == pytest.approx(first + second)
+    assert slow.communication_time_s == none.communication_time_s == pytest.approx(first + second)
+
+
+def test_an_infinitely_fast_link_exposes_nothing():
+    hardware = dataclasses.replace(find_hardware("a100"), link_bytes_per_s=1e30, all_reduce_latency_s=1e-15)
+    estimate = estimate_overlap(find_workload("resnet50"), hardware, FP32, backward_s=0.1, ranks=8, nodes=1)
+    assert estimate.exposed_communication_s == pytest.approx(0.0, abs=1e-12)
+
+
+def test_one_rank_has_no_communication():
+    estimate = estimate_overlap(
+        find_workload("resnet50"), find_hardware("a100"), FP32, backward_s=0.1, ranks=1, nodes=1
+    )
+    assert (estimate.communication_time_s, estimate.exposed_communication_s, estimate.bucket_count) == (0.0, 0.0, 0)
+
+
+def test_a_shorter_backward_pass_exposes_more_of_the_same_bytes():
+    model = find_workload("bert_base")
+    hardware = dataclasses.replace(find_hardware("v100"), link="pcie3", link_bytes_per_s=15.8e9)
+    exposed = [
+        estimate_overlap(model, hardware, FP32, backward_s=t, ranks=8, nodes=1).exposed_communication_s
+        for t in (1.0, 0.1, 0.05, 0.01)
+    ]
+    assert exposed == sorted(exposed)
+    assert exposed[0] < exposed[-1]
+
+
+def test_autocast_sends_the_bytes_of_fp32_and_hides_a_smaller_share_of_them():
+    model = find_workload("bert_base")
+    hardware = dataclasses.replace(find_hardware("v100"), link="pcie3", link_bytes_per_s=15.8e9)
+    estimates = {}
+    for name in ("fp32", "amp_fp16", "fp16"):
+        precision = parse_precision(name)
+        backward_s = estimate_compute(model, hardware, precision, batch_size=32).backward_s
+        estimates[name] = estimate_overlap(model, hardware, precision, backward_s=backward_s, ranks=8, nodes=1)
+    fp32, amp, pure = estimates.values()
+    assert amp.communication_time_s == fp32.communication_time_s
+    assert amp.exposed_communication_s > fp32.exposed_communication_s
+    assert pure.communication_time_s < amp.communication_time_s
+
+
+@pytest.mark.parametrize("backward_s", [-1.0, float("nan"), float("inf")])
+def test_a_backward_time_that_is_not_a_time_is_refused(backward_s):
+    with pytest.raises(InputError, match="backward_s"):
+        estimate_overlap(
+            find_workload("resnet50"), find_hardware("a100"), FP32, backward_s=backward_s, ranks=8, nodes=1
+        )

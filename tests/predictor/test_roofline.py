@@ -1,0 +1,141 @@
+"""Compute times: coherent over precisions, monotone, and slower with mixed precision where launches are the limit."""
+
+import dataclasses
+
+import pytest
+
+from precision_time.predictor.hardware import find_hardware, known_hardware, supported_precisions
+from precision_time.predictor.precision import PRECISIONS, parse_precision
+from precision_time.predictor.roofline import (
+    OPTIMIZER_BYTES,
+    cast_bytes,
+    estimate_compute,
+    scale_activation_bytes,
+)
+from precision_time.predictor.workload import find_workload, known_workloads
+from precision_time.storage.errors import InputError, PrecisionUnsupportedError, UnknownNameError
+
+
+def estimate(model, device, precision, *, batch_size):
+    workload = find_workload(model) if isinstance(model, str) else model
+    return estimate_compute(workload, find_hardware(device), parse_precision(precision), batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    "device", [name for name, spec in known_hardware().items() if (spec.compute_capability or 0) >= 7]
+)
+@pytest.mark.parametrize("model", ["resnet50", "vit_b16", "bert_base"])
+def test_a_narrower_policy_is_not_slower_when_the_batch_is_large(device, model):
+    supported = supported_precisions(find_hardware(device))
+    times = [
+        estimate(model, device, name, batch_size=256).total_s
+        for name in ("fp32", "tf32", "amp_fp16", "fp16")
+        if name in supported
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+
+
+def test_tensor_cores_speed_up_a_compute_bound_model_and_a_p100_has_none():
+    model = dataclasses.replace(find_workload("vit_b16"), forward_bytes_per_sample=0.0, backward_bytes_per_sample=0.0)
+    passes = {}
+    for device in ("p100", "v100"):
+        for name in ("fp32", "amp_fp16"):
+            found = estimate(model, device, name, batch_size=256)
+            passes[device, name] = found.forward_s + found.backward_s
+    assert passes["v100", "fp32"] / passes["v100", "amp_fp16"] > 4
+    assert passes["p100", "fp32"] == passes["p100", "amp_fp16"]
+
+
+def test_mixed_precision_is_slower_when_the_host_cannot_launch_fast_enough():
+    # NVIDIA/apex issue 297: a small network on small images ran 15 minutes in fp32 and 21 with mixed precision.
+    small = dataclasses.replace(
+        find_workload("resnet18"),
+        params=270_000,
+        forward_flops_per_sample=81e6,
+        backward_flops_per_sample=160e6,
+        forward_bytes_per_sample=6e6,
+        forward_bytes_fixed=1.1e6,
+        backward_bytes_per_sample=9e6,
+        backward_bytes_fixed=2.2e6,
+    )
+    fp32, amp = (estimate(small, "v100", name, batch_size=8) for name in ("fp32", "amp_fp16"))
+    assert fp32.launch_bound
+    assert amp.launch_bound
+    assert 1.0 < amp.total_s / fp32.total_s < 2.0
+    assert not estimate("resnet50", "v100", "fp32", batch_size=64).launch_bound
+
+
+@pytest.mark.parametrize("model", known_workloads())
+@pytest.mark.parametrize("device", ["v100", "a100", "rtx-4090", "b200", "cpu"])
+def test_a_larger_batch_or_more_flops_never_take_less_time(model, device):
+    workload = find_workload(model)
+    doubled = dataclasses.replace(
+        workload,
+        forward_flops_per_sample=2 * workload.forward_flops_per_sample,
+        backward_flops_per_sample=2 * workload.backward_flops_per_sample,
+    )
+    for name in supported_precisions(find_hardware(device)):
+        times = [estimate(workload, device, name, batch_size=size).total_s for size in (1, 2, 32, 256)]
+        assert times == sorted(times)
+        assert times[0] > 0
+        assert estimate(doubled, device, name, batch_size=32).total_s >= times[2]
+
+
+def test_passes_match_the_roofline_worked_by_hand():
+    model = dataclasses.replace(
+        find_workload("mlp"),
+        forward_flops_per_sample=0.55e12,
+        backward_flops_per_sample=1.1e12,
+        forward_bytes_per_sample=0.0,
+        backward_bytes_per_sample=0.0,
+        forward_bytes_fixed=0.0,
+        backward_bytes_fixed=0.0,
+    )
+    hardware = dataclasses.replace(find_hardware("v100"), peak_flops_per_s={"fp32": 1e12}, memory_bytes_per_s=1e9)
+    compute_bound = estimate_compute(model, hardware, parse_precision("fp32"), batch_size=3)
+    assert (compute_bound.forward_s, compute_bound.backward_s) == pytest.approx((3.0, 6.0))
+    memory_bound = estimate_compute(
+        dataclasses.replace(model, forward_bytes_per_sample=0.4e9, forward_bytes_fixed=1.2e9, backward_ops=10**9),
+        hardware,
+        parse_precision("fp32"),
+        batch_size=3,
+    )
+    # (3 x 0.4 + 1.2) GB over 0.4 x 1 GB/s; 10^9 launches of 6 us in the backward pass.
+    assert (memory_bound.forward_s, memory_bound.backward_s) == pytest.approx((6.0, 6000.0))
+    assert memory_bound.launch_bound
+    assert memory_bound.total_s == memory_bound.forward_s + memory_bound.backward_s + memory_bound.optimizer_s
+
+
+def test_autocast_pays_six_bytes_a_parameter_in_each_pass_and_pure_formats_none():
+    assert cast_bytes(1000, PRECISIONS["amp_fp16"]) == (6000, 6000)
+    for name in ("fp32", "tf32", "fp16", "bf16"):
+        assert cast_bytes(1000, PRECISIONS[name]) == (0, 0)
+
+
+def test_attention_keeps_more_of_the_activations_wide_under_autocast():
+    amp = PRECISIONS["amp_bf16"]
+    assert scale_activation_bytes(find_workload("resnet50"), amp) == 0.5
+    assert 0.5 < scale_activation_bytes(find_workload("bert_base"), amp) < 1
+    assert scale_activation_bytes(find_workload("bert_base"), PRECISIONS["bf16"]) == 0.5
+
+
+def test_the_optimizer_pays_for_loss_scaling_and_half_for_pure_formats():
+    model = dataclasses.replace(find_workload("bert_base"), parameter_tensors=1, optimizer="adamw")
+    times = {name: estimate(model, "a100", name, batch_size=1).optimizer_s for name in ("fp32", "amp_fp16", "fp16")}
+    assert times["amp_fp16"] / times["fp32"] == pytest.approx((28 + 8) / 28)
+    assert times["fp16"] / times["fp32"] == pytest.approx(0.5)
+    assert estimate(model, "a100", "amp_bf16", batch_size=1).optimizer_s == times["fp32"]
+    sgd = dataclasses.replace(model, optimizer="sgd_momentum")
+    assert estimate(sgd, "a100", "fp32", batch_size=1).optimizer_s / times["fp32"] == pytest.approx(20 / 28)
+    assert OPTIMIZER_BYTES["adamw"] == 28
+
+
+def test_what_cannot_be_estimated_is_refused_by_name():
+    with pytest.raises(PrecisionUnsupportedError, match="V100"):
+        estimate("resnet50", "v100", "bf16", batch_size=1)
+    for size in (0, -1, 1.5, True, "8"):
+        with pytest.raises(InputError, match="batch_size"):
+            estimate("resnet50", "a100", "fp32", batch_size=size)
+    with pytest.raises(UnknownNameError, match=r"optimizer.*'adamz'.*adam"):
+        estimate(dataclasses.replace(find_workload("mlp"), optimizer="adamz"), "a100", "fp32", batch_size=1)
