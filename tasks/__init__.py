@@ -1,0 +1,1 @@
+"""One step each: build a workload, run its ranks, record, train, validate, publish."""

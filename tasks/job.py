@@ -1,0 +1,109 @@
+"""What a rank is asked to do and what comes back of a cell, as plain values that travel as JSON."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from precision_time.storage.errors import InputError
+from precision_time.storage.schema import CellStatus, Environment, GridCell
+
+__all__ = ["CellReceipt", "MeasurementLimits", "RankJob"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurementLimits:
+    """How long and how often a cell is measured.
+
+    ``seconds_per_cell`` caps warm-up and measuring in the rank (start-up not counted): past it no step is added, but
+    the few steps past the bucket rebuild and three measured ones are always taken. ``timeout_s`` ends the rank's whole
+    process. ``memory_limit_bytes`` limits the data a CPU rank may allocate, and the device memory of a CUDA rank.
+    Raises ``InputError`` for a number that is no such limit.
+    """
+
+    warmup_steps: int = 5
+    measured_steps: int = 20
+    seconds_per_cell: float = 60.0
+    timeout_s: float = 300.0
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("warmup_steps", 0), ("measured_steps", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"{name} is not usable", got=repr(value), expected=f"an integer of at least {least}")
+        for name in ("seconds_per_cell", "timeout_s"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value <= 0:
+                raise InputError(f"{name} is not usable", got=repr(value), expected="positive finite seconds")
+        limit: Any = self.memory_limit_bytes
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
+            raise InputError("memory_limit_bytes is not usable", got=repr(limit), expected="a positive count of bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """One attempt at one cell, as every rank of it reads it.
+
+    ``scratch`` is the folder of this attempt, seen by all ranks. ``devices`` holds the ``CUDA_VISIBLE_DEVICES`` entry
+    of each rank, and is empty on a CPU.
+    """
+
+    cell: GridCell
+    cell_id: str
+    attempt: int
+    environment: Environment
+    limits: MeasurementLimits
+    scratch: str
+    devices: tuple[str, ...] = ()
+
+    @property
+    def threads_per_rank(self) -> int:
+        """Compute threads of one rank: the cores of its node, shared evenly."""
+        return max(1, self.environment.cpu_cores // (self.cell.world_size // self.cell.nodes))
+
+    def to_json(self) -> str:
+        """Text for ``from_json``."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RankJob":
+        """The inverse of ``to_json``; raises ``InputError`` for text that is no job."""
+        try:
+            values: dict[str, Any] = json.loads(text)
+            return cls(
+                cell=GridCell(**values.pop("cell")),
+                environment=Environment(**values.pop("environment")),
+                limits=MeasurementLimits(**values.pop("limits")),
+                devices=tuple(values.pop("devices")),
+                **values,
+            )
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise InputError(
+                "a rank's job cannot be read", got=str(error), expected="what RankJob.to_json wrote"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellReceipt:
+    """What one attempt at a cell came to: where its fragments lie, or why there are none.
+
+    ``status`` is ``recorded`` when every rank ended well (the fragments are still to be checked and committed),
+    ``refused`` when the device cannot run the precision, else ``failed``; ``cause`` is a word of ``CellOutcome``.
+    ``workload`` is the feature card that rank 0 counted, None for a model whose card is shipped.
+    """
+
+    cell: GridCell
+    cell_id: str
+    attempt: int
+    environment: Environment
+    status: CellStatus
+    cause: str = ""
+    message: str = ""
+    scratch: str = ""
+    fragments: tuple[str, ...] = ()
+    workload: dict[str, Any] | None = field(default=None)
+    started_at: float
+    duration_s: float
+    host: str

@@ -1,0 +1,266 @@
+"""One rank of a cell in a process of its own, ``python -m precision_time.tasks.ranks JOB RANK``: train, time, write."""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precision_time.predictor.precision import PRECISIONS, parse_precision
+from precision_time.predictor.workload import known_workloads
+from precision_time.storage.errors import InputError, PrecisionTimeError, PrecisionUnsupportedError
+from precision_time.storage.schema import IterationTiming
+from precision_time.tasks.job import RankJob
+
+if TYPE_CHECKING:
+    import torch
+
+    from precision_time.tasks.loop import LoopResult, StepTimes
+
+__all__ = ["PARENT_VARIABLE", "card_path", "failure_path", "fragment_path", "main", "use_loopback"]
+
+#: Environment variable with the process id of the worker that started the rank.
+PARENT_VARIABLE = "PRECISION_TIME_PARENT"
+
+PR_SET_PDEATHSIG = 1
+
+#: What gloo and NCCL say when it is another rank that went away.
+PEER_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "remote process exited",
+    "socket closed",
+    "timed out wait",
+)
+OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory", "not enough memory")
+
+#: Modelled on no default: every rank builds the same weights, and a batch of its own.
+SEED = 20_260
+
+
+def fragment_path(scratch: Path, rank: int) -> Path:
+    """Where rank ``rank`` writes its rows."""
+    return scratch / f"rank-{rank}.parquet"
+
+
+def failure_path(scratch: Path, rank: int) -> Path:
+    """Where rank ``rank`` says why it failed, if it can."""
+    return scratch / f"rank-{rank}.error.json"
+
+
+def card_path(scratch: Path) -> Path:
+    """Where rank 0 writes the feature card of a model that has no shipped one."""
+    return scratch / "workload.json"
+
+
+def main(job_path: str, rank: int) -> None:
+    """Run one rank and end the process, with exit code 0 only if its fragment is written.
+
+    ``os._exit`` skips the teardown of process groups and DDP, which may hang.
+    """
+    _die_with_parent()
+    job = RankJob.from_json(Path(job_path).read_text(encoding="utf-8"))
+    code = 0
+    try:
+        _limit_memory(job)
+        _run(job, rank)
+    except BaseException as error:
+        code = 1
+        traceback.print_exc()
+        report = describe_failure(error, precision=job.cell.precision)
+        _write_whole(failure_path(Path(job.scratch), rank), report | {"failed_at": time.time()})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this process when the worker that started it dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the line above took effect.
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is not None and os.getppid() != int(parent):
+        os._exit(1)
+
+
+def _limit_memory(job: RankJob) -> None:
+    # RLIMIT_AS would count what torch and CUDA only reserve; RLIMIT_DATA counts writable private memory.
+    limit = job.limits.memory_limit_bytes
+    if limit is not None and job.environment.device_type == "cpu":
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def describe_failure(error: BaseException, *, precision: str) -> dict[str, Any]:
+    """Cause (a word of ``CellOutcome``), message, and whether ``error`` only tells that another rank went away."""
+    text = str(error)
+    said = text.casefold()
+    cause = "exception"
+    kind = {"fp16": "'Half'", "bf16": "'BFloat16'"}.get(
+        PRECISIONS[precision].compute if precision in PRECISIONS else ""
+    )
+    if isinstance(error, PrecisionUnsupportedError) or (kind and "not implemented for" in text and kind in text):
+        cause = "precision-unsupported"
+    elif isinstance(error, MemoryError) or any(phrase in said for phrase in OUT_OF_MEMORY):
+        cause = "memory-limit"
+    message = text if isinstance(error, PrecisionTimeError) else f"{type(error).__name__}: {text}"
+    peer_lost = isinstance(error, RuntimeError) and any(phrase in said for phrase in PEER_LOST)
+    return {"cause": cause, "message": message, "peer_lost": peer_lost}
+
+
+def _write_whole(path: Path, values: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(values), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _run(job: RankJob, rank: int) -> None:
+    import torch
+
+    from precision_time.storage.timings import write_fragment
+    from precision_time.tasks.loop import TimedLoop
+    from precision_time.tasks.policies import apply_precision
+    from precision_time.tasks.workloads import build_workload, count_card
+
+    cell, scratch = job.cell, Path(job.scratch)
+    if cell.strategy != "ddp":
+        raise InputError(f"strategy {cell.strategy} cannot be measured", got=cell.strategy, expected="ddp")
+    torch.set_num_threads(job.threads_per_rank)
+    device = torch.device("cuda:0" if job.environment.device_type == "cuda" else "cpu")
+    torch.manual_seed(SEED)
+    workload = build_workload(cell.model)
+    if rank == 0 and cell.model not in known_workloads():
+        _write_whole(card_path(scratch), count_card(workload, name=cell.model).to_dict())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if job.limits.memory_limit_bytes is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, job.limits.memory_limit_bytes / total), device)
+    workload.module.to(device)
+    policy = apply_precision(parse_precision(cell.precision), workload.module, device=device)
+    params = sum(parameter.numel() for parameter in workload.module.parameters() if parameter.requires_grad)
+    if cell.world_size > 1:
+        _join(job, rank, device=device)
+    torch.manual_seed(SEED + 1 + rank)
+    result = TimedLoop(
+        workload,
+        policy,
+        device=device,
+        world_size=cell.world_size,
+        batch_size=cell.per_gpu_batch_size,
+        accumulation_steps=cell.gradient_accumulation_steps,
+        limits=job.limits,
+    ).run()
+    rows = make_rows(
+        job,
+        rank,
+        result=result,
+        task_input=workload.task_input,
+        effective_precision=policy.effective,
+        model_params=params,
+        float32_matmul_precision=torch.get_float32_matmul_precision(),
+    )
+    write_fragment(fragment_path(scratch, rank), rows)
+
+
+def _join(job: RankJob, rank: int, *, device: "torch.device") -> None:
+    """Meet the other ranks through a file in scratch: no port to race for."""
+    import torch.distributed as dist
+
+    if job.cell.nodes == 1:
+        use_loopback()
+    world_size = job.cell.world_size
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(str(Path(job.scratch) / "rendezvous"), world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=job.limits.timeout_s),
+    )
+
+
+def use_loopback() -> None:
+    """Let gloo talk over the loopback interface, unless the user named another.
+
+    It would ask for the address of the host's own name, which containers often do not know.
+    """
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def make_rows(
+    job: RankJob,
+    rank: int,
+    *,
+    result: "LoopResult",
+    task_input: str,
+    effective_precision: str,
+    model_params: int,
+    float32_matmul_precision: str,
+) -> list[IterationTiming]:
+    """The rows of one rank: warm-up steps, then measured ones with what their partner without synchronisation tells."""
+    cell, environment = job.cell, job.environment
+    load = os.getloadavg()[0]
+
+    def row(step: int, times: "StepTimes", local: "StepTimes | None") -> IterationTiming:
+        alone = cell.world_size == 1
+        return IterationTiming(
+            cell_id=job.cell_id,
+            attempt=job.attempt,
+            model=cell.model,
+            task_input=task_input,
+            requested_precision=cell.precision,
+            effective_precision=effective_precision,
+            world_size=cell.world_size,
+            nodes=cell.nodes,
+            per_gpu_batch_size=cell.per_gpu_batch_size,
+            gradient_accumulation_steps=cell.gradient_accumulation_steps,
+            strategy=cell.strategy,
+            rank=rank,
+            step=step,
+            is_warmup=local is None,
+            is_steady=result.steady,
+            iteration_time_s=times.iteration_s,
+            forward_time_s=times.forward_s,
+            backward_time_s=times.backward_s,
+            optimizer_time_s=times.optimizer_s,
+            compute_time_s=None if local is None else local.iteration_s,
+            communication_time_s=None if local is None else times.communication_s,
+            exposed_communication_s=None if local is None else 0.0 if alone else times.backward_s - local.backward_s,
+            bucket_count=len(times.buckets),
+            bucket_bytes=sum(times.buckets),
+            loss_scale=times.loss_scale,
+            step_skipped=times.step_skipped,
+            peak_memory_bytes=times.peak_memory_bytes,
+            model_params=model_params,
+            device_type=environment.device_type,
+            gpu=environment.gpu,
+            cpu_model=environment.cpu_model,
+            cpu_cores=environment.cpu_cores,
+            threads_per_rank=job.threads_per_rank,
+            driver_version=environment.driver_version,
+            cuda_version=environment.cuda_version,
+            framework=environment.framework,
+            framework_version=environment.framework_version,
+            backend=environment.backend,
+            float32_matmul_precision=float32_matmul_precision,
+            host=socket.gethostname(),
+            load_average=load,
+            recorded_at=times.recorded_at,
+        )
+
+    warmup = [row(step, times, None) for step, times in enumerate(result.warmup)]
+    pairs = zip(result.synced, result.local, strict=True)
+    return warmup + [row(step, times, local) for step, (times, local) in enumerate(pairs, start=len(warmup))]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

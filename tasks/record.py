@@ -1,0 +1,124 @@
+"""Check what the ranks of a cell wrote, commit it whole, and note how the attempt came out."""
+
+import itertools
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from precision_time.storage.errors import IntegrityError
+from precision_time.storage.schema import CellOutcome, IterationTiming
+from precision_time.storage.timings import TimingsDataset, read_table
+from precision_time.tasks.job import CellReceipt
+
+__all__ = ["read_fragments", "record_cell"]
+
+TIMES = ("iteration_time_s", "forward_time_s", "backward_time_s", "optimizer_time_s")
+#: Seconds by which the parts of an iteration may miss the whole: they are differences of the same readings.
+ROUNDING_S = 1e-6
+
+
+def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
+    """Commit the rows of a measured cell, its workload card and the outcome of the attempt; drop its scratch folder.
+
+    Fragments that are damaged or incomplete make a failed outcome with the cause ``corrupt fragment``, and stay where
+    they are for a look. A cell that is already recorded stays as it was. Raises ``StorageError`` when the dataset
+    cannot be written: that is not the cell's fault.
+    """
+    cell = receipt.cell
+    outcome = CellOutcome(
+        cell_id=receipt.cell_id,
+        attempt=receipt.attempt,
+        status=receipt.status,
+        cause=receipt.cause,
+        message=receipt.message,
+        rows=0,
+        model=cell.model,
+        precision=cell.precision,
+        world_size=cell.world_size,
+        nodes=cell.nodes,
+        per_gpu_batch_size=cell.per_gpu_batch_size,
+        gradient_accumulation_steps=cell.gradient_accumulation_steps,
+        strategy=cell.strategy,
+        gpu=receipt.environment.gpu,
+        host=receipt.host,
+        started_at=receipt.started_at,
+        duration_s=receipt.duration_s,
+    )
+    if receipt.status == "recorded":
+        try:
+            rows = read_fragments(receipt)
+            dataset.record(rows)
+        except IntegrityError as error:
+            outcome = replace(outcome, status="failed", cause="corrupt fragment", message=error.message)
+        else:
+            outcome = replace(outcome, rows=len(rows))
+            if receipt.workload is not None:
+                dataset.write_card("workloads", str(receipt.workload["name"]), receipt.workload)
+    dataset.record_outcome(outcome)
+    if outcome.status == "recorded" and receipt.scratch:
+        shutil.rmtree(receipt.scratch, ignore_errors=True)
+    return outcome
+
+
+def read_fragments(receipt: CellReceipt) -> list[IterationTiming]:
+    """The rows of all ranks, checked: schema and checksums, every rank, every step, the cell they claim, sane times.
+
+    Raises ``IntegrityError`` saying which fragment fails and why.
+    """
+    if len(receipt.fragments) != receipt.cell.world_size:
+        raise IntegrityError(
+            "a cell lacks fragments", got=f"{len(receipt.fragments)}", expected=f"{receipt.cell.world_size}, one a rank"
+        )
+    by_rank = [_read_fragment(Path(path), rank=rank, receipt=receipt) for rank, path in enumerate(receipt.fragments)]
+    marks = [[row.is_warmup for row in rows] for rows in by_rank]
+    if any(other != marks[0] for other in marks):
+        raise IntegrityError(
+            "the ranks of a cell took different steps",
+            got=", ".join(f"{len(steps) - sum(steps)} of {len(steps)} measured" for steps in marks),
+            expected="the same warm-up and measured steps on every rank",
+        )
+    return list(itertools.chain.from_iterable(by_rank))
+
+
+def _read_fragment(path: Path, *, rank: int, receipt: CellReceipt) -> list[IterationTiming]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise IntegrityError(f"the fragment of rank {rank} cannot be read", got=error.strerror) from error
+    table = read_table(data, IterationTiming, name=path.name)
+    rows = [IterationTiming(**values) for values in table.to_pylist()]
+    for row in rows:
+        problem = _problem_of(row, rank=rank, receipt=receipt)
+        if problem is not None:
+            raise IntegrityError(f"step {row.step} of rank {rank} is not usable", got=problem)
+    steps = [row.step for row in rows]
+    if steps != list(range(len(steps))) or all(row.is_warmup for row in rows):
+        raise IntegrityError(
+            f"the fragment of rank {rank} is incomplete",
+            got=f"steps {steps[:3]}...{steps[-3:]}, {sum(not row.is_warmup for row in rows)} measured",
+            expected="every step from 0 on, some of them measured",
+        )
+    return rows
+
+
+def _problem_of(row: IterationTiming, *, rank: int, receipt: CellReceipt) -> str | None:
+    claimed = (row.cell_id, row.attempt, row.rank, row.model, row.requested_precision, row.world_size)
+    cell = receipt.cell
+    asked = (receipt.cell_id, receipt.attempt, rank, cell.model, cell.precision, cell.world_size)
+    if claimed != asked:
+        return f"it belongs to {claimed}, not {asked}"
+    if row.effective_precision != row.requested_precision:
+        return f"it ran in {row.effective_precision} instead of {row.requested_precision}"
+    times = {name: getattr(row, name) for name in TIMES}
+    if not row.is_warmup:
+        times |= {name: getattr(row, name) for name in ("compute_time_s", "communication_time_s")}
+        if row.exposed_communication_s is None or not math.isfinite(row.exposed_communication_s):
+            return f"exposed_communication_s is {row.exposed_communication_s}"
+    for name, value in times.items():
+        if value is None or not math.isfinite(value) or value < 0:
+            return f"{name} is {value}"
+    parts_s = row.forward_time_s + row.backward_time_s + row.optimizer_time_s
+    if row.iteration_time_s <= 0 or abs(parts_s - row.iteration_time_s) > ROUNDING_S + 1e-3 * row.iteration_time_s:
+        return f"its parts sum to {parts_s} s of {row.iteration_time_s} s"
+    return None

@@ -1,0 +1,75 @@
+"""The accuracy report of a retraining as markdown: every split beside its baselines, never one figure alone."""
+
+import math
+
+from precision_time.tasks.train import Snapshot
+from precision_time.tasks.validate import Accuracy, GateDecision, Validation
+
+__all__ = ["accuracy_rows", "readable_accuracy", "write_report"]
+
+_METHODS = {"predictor": "predictor", "precision_blind": "precision-blind", "roofline": "roofline only"}
+_SPLITS = {
+    "configuration": "5-fold by configuration",
+    "leave-model-out": "leave model out",
+    "leave-gpu-out": "leave GPU out",
+    "holdout": "held-out models",
+}
+_SHARES = {
+    "MAPE": "mape",
+    "median APE": "median_ape",
+    "p90 APE": "p90_ape",
+    "within 10 %": "within_10",
+    "bias": "bias",
+    "coverage": "coverage",
+}
+
+
+def accuracy_rows(accuracy: Accuracy) -> list[dict[str, str | float | None]]:
+    """One row per split and method, with every metric as it is."""
+    return [
+        {"split": _SPLITS[split], "method": _METHODS[method], **metrics}
+        for split, methods in accuracy.items()
+        for method, metrics in methods.items()
+    ]
+
+
+def readable_accuracy(accuracy: Accuracy) -> list[dict[str, str]]:
+    """One row per split and method as people read it: heading -> text, shares in per cent."""
+    return [
+        {"split": str(row["split"]), "method": str(row["method"]), "n": f"{row['n']:.0f}"}
+        | {heading: "-" if row[name] is None else f"{row[name]:.1%}" for heading, name in _SHARES.items()}
+        for row in accuracy_rows(accuracy)
+    ]
+
+
+def write_report(
+    snapshot: Snapshot, validation: Validation, decision: GateDecision, *, holdout_models: tuple[str, ...]
+) -> str:
+    """The accuracy card: data, splits with baselines, intervals, and what the gate decided."""
+    rows = snapshot.training
+    models = sorted({seen.measurement.model for seen in rows})
+    precisions = sorted({seen.setup.precision.name for seen in rows})
+    lines = [
+        "# Accuracy of this predictor",
+        "",
+        f"Trained on {len(rows)} measured cells: {', '.join(models)}; {', '.join(precisions)}; "
+        f"{', '.join(sorted({seen.measurement.gpu for seen in rows}))}.",
+        f"Never trained on: {', '.join(holdout_models) or 'no model was held out'}.",
+        "",
+        "Errors of the iteration time on rows that the method did not see; all methods on the same folds.",
+        "",
+    ]
+    table = readable_accuracy(validation.accuracy)
+    lines += [
+        f"| {' | '.join(cells)} |" for cells in (table[0], ["---"] * len(table[0]), *(row.values() for row in table))
+    ]
+    lines += ["", f"Intervals at {validation.level:.0%}, as a factor around the prediction:", ""]
+    lines += [f"- {regime}: x{math.exp(radius):.2f}" for regime, radius in validation.radii.items()]
+    if not validation.radii:
+        lines.append("- none: too few rows to calibrate")
+    lines += ["", f"Gate: {'passed' if decision.passed else 'not passed'}.", ""]
+    lines += [f"- {reason}" for reason in decision.reasons]
+    if snapshot.problems:
+        lines += ["", "Data that was left out:", ""]
+        lines += [f"- `{path}`: {reason}" for path, reason in snapshot.problems]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,117 @@
+"""Cross-validate on the training rows, score the held-out models, and judge the challenger against the champion."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from precision_time.predictor.accuracy import CrossValidation, cross_validate, score_holdout
+from precision_time.predictor.artifact import PublishedPredictor
+from precision_time.tasks.train import Snapshot
+
+__all__ = ["Accuracy", "GateDecision", "Validation", "judge_challenger", "validate_predictor"]
+
+#: A coverage so low that chance alone gives it in fewer than one of a hundred gates stops the publication.
+COVERAGE_SIGNIFICANCE = 0.01
+#: Metrics by split and method, as the manifest stores them.
+Accuracy = dict[str, dict[str, dict[str, float | None]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Accuracy by split and method, out-of-fold predictions by split, and the interval radii they support."""
+
+    accuracy: Accuracy
+    cross_validations: dict[str, CrossValidation]
+    radii: dict[str, float]
+    level: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateDecision:
+    """Whether the challenger may be published, and why or why not."""
+
+    passed: bool
+    reasons: tuple[str, ...]
+
+
+def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Validation:
+    """Every split the training rows allow, and the held-out models, each with both baselines.
+
+    5-fold over configurations always; leave-model-out and leave-GPU-out where there are two or more to leave out.
+    """
+    rows = snapshot.training
+    splits = ["configuration"]
+    if len({seen.measurement.model for seen in rows}) > 1:
+        splits.append("leave-model-out")
+    if len({seen.measurement.gpu for seen in rows}) > 1:
+        splits.append("leave-gpu-out")
+    done = {split: cross_validate(rows, split=split, level=level, seed=seed) for split in splits}
+    accuracy: Accuracy = {split: result.metrics() for split, result in done.items()}
+    if snapshot.holdout:
+        accuracy["holdout"] = score_holdout(rows, snapshot.holdout, seed=seed)
+    regimes = {"known": "configuration", "new model": "leave-model-out", "new gpu": "leave-gpu-out"}
+    radii = {regime: done[split].radius() for regime, split in regimes.items() if split in done}
+    return Validation(
+        accuracy=accuracy,
+        cross_validations=done,
+        radii={regime: radius for regime, radius in radii.items() if radius is not None},
+        level=level,
+    )
+
+
+def chance_of_coverage(covered: int, rows: int, level: float) -> float:
+    """The probability that at most ``covered`` of ``rows`` intervals of ``level`` hold, if the level is true."""
+    return math.fsum(math.comb(rows, k) * level**k * (1 - level) ** (rows - k) for k in range(covered + 1))
+
+
+def judge_challenger(
+    snapshot: Snapshot,
+    validation: Validation,
+    *,
+    champion: PublishedPredictor | None,
+    champion_cells: frozenset[str] = frozenset(),
+) -> GateDecision:
+    """The gate: coverage must hold and the roofline must be beaten; a champion must not be better on new rows.
+
+    With a champion both are compared on the same rows, those recorded since it was trained, which neither saw (the
+    challenger's predictions are out of fold): its mean absolute log error must not be larger than the champion's.
+    """
+    metrics = validation.accuracy["configuration"]
+    passed, reasons = True, []
+
+    coverage, rows = metrics["predictor"]["coverage"], len(snapshot.training)
+    if coverage is None:
+        passed = False
+        reasons.append(f"{rows} rows are too few to check the interval at level {validation.level}")
+    else:
+        chance = chance_of_coverage(round(coverage * rows), rows, validation.level)
+        holds = chance >= COVERAGE_SIGNIFICANCE
+        passed &= holds
+        reasons.append(
+            f"coverage {coverage:.0%} of {rows} rows at level {validation.level:.0%} "
+            f"{'holds' if holds else 'does not hold'}"
+        )
+
+    ours, roofline = metrics["predictor"]["mape"], metrics["roofline"]["mape"]
+    wins = ours is not None and roofline is not None and ours < roofline
+    passed &= wins
+    reasons.append(f"MAPE {ours:.1%} {'beats' if wins else 'does not beat'} the roofline's {roofline:.1%}")
+
+    if champion is not None:
+        new = [i for i, seen in enumerate(snapshot.training) if seen.measurement.cell_id not in champion_cells]
+        name = champion.manifest.artifact_id
+        if not new:
+            return GateDecision(passed=False, reasons=(*reasons, f"no row is new since {name}"))
+        fresh = [snapshot.training[number] for number in new]
+        measured = np.array([seen.measurement.iteration_time_s for seen in fresh])
+        theirs = champion.predictor.predict([seen.row for seen in fresh], [seen.closed for seen in fresh])
+        champion_error = float(np.abs(np.log(measured / theirs.iteration_time_s)).mean())
+        challenger_error = float(np.abs(validation.cross_validations["configuration"].log_errors[new]).mean())
+        not_worse = challenger_error <= champion_error
+        passed &= not_worse
+        reasons.append(
+            f"on {len(new)} rows new since {name} the mean absolute log error is {challenger_error:.3f}, "
+            f"the champion's {champion_error:.3f}"
+        )
+    return GateDecision(passed=passed, reasons=tuple(reasons))

@@ -1,0 +1,112 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from precision_time.storage.errors import InputError, PrecisionUnsupportedError
+from precision_time.storage.schema import Environment, GridCell
+from precision_time.tasks.job import MeasurementLimits, RankJob
+from precision_time.tasks.loop import LoopResult, StepTimes
+from precision_time.tasks.ranks import PARENT_VARIABLE, describe_failure, failure_path, fragment_path, make_rows
+
+ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2)
+
+
+def make_job(scratch, *, world_size):
+    cell = GridCell(model="mlp", precision="fp32", world_size=world_size, per_gpu_batch_size=4)
+    return RankJob(
+        cell=cell,
+        cell_id=cell.cell_id(ENVIRONMENT),
+        attempt=1,
+        environment=ENVIRONMENT,
+        limits=MeasurementLimits(),
+        scratch=str(scratch),
+    )
+
+
+def make_step(*, backward_s, communication_s=0.0, buckets=()):
+    return StepTimes(
+        iteration_s=1.0 + backward_s,
+        forward_s=0.75,
+        backward_s=backward_s,
+        optimizer_s=0.25,
+        communication_s=communication_s,
+        buckets=buckets,
+        loss_scale=None,
+        step_skipped=False,
+        recorded_at=0.0,
+        peak_memory_bytes=1,
+    )
+
+
+def rows_of(job, result):
+    return make_rows(
+        job,
+        0,
+        result=result,
+        task_input="1024",
+        effective_precision="fp32",
+        model_params=10,
+        float32_matmul_precision="highest",
+    )
+
+
+def test_exposed_communication_is_the_backward_pass_with_minus_without_synchronisation(tmp_path):
+    synced = [make_step(backward_s=seconds, communication_s=0.5, buckets=(4, 8)) for seconds in (3.0, 1.5)]
+    local = [make_step(backward_s=2.0), make_step(backward_s=2.0)]
+    warmup = [make_step(backward_s=9.0)]
+    result = LoopResult(warmup=warmup, synced=synced, local=local, steady=True)
+    cold, first, second = rows_of(make_job(tmp_path, world_size=2), result)
+    assert [row.step for row in (cold, first, second)] == [0, 1, 2]
+    assert (cold.is_warmup, cold.compute_time_s, cold.communication_time_s, cold.exposed_communication_s) == (
+        True,
+        None,
+        None,
+        None,
+    )
+    assert (first.compute_time_s, first.communication_time_s, first.exposed_communication_s) == (3.0, 0.5, 1.0)
+    assert (first.bucket_count, first.bucket_bytes) == (2, 12)
+    assert second.exposed_communication_s == -0.5  # noise is stored as it was measured
+
+
+def test_one_rank_exposes_nothing(tmp_path):
+    step = make_step(backward_s=2.0)
+    result = LoopResult(warmup=[], synced=[step], local=[step], steady=False)
+    (row,) = rows_of(make_job(tmp_path, world_size=1), result)
+    assert (row.compute_time_s, row.communication_time_s, row.exposed_communication_s) == (3.0, 0.0, 0.0)
+    assert not row.is_steady
+
+
+@pytest.mark.parametrize(
+    ("error", "precision", "cause", "peer_lost"),
+    [
+        (ValueError("no"), "fp32", "exception", False),
+        (MemoryError(), "fp32", "memory-limit", False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "fp32", "memory-limit", False),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "fp32", "memory-limit", False),
+        (RuntimeError("\"addmm\" not implemented for 'Half'"), "fp16", "precision-unsupported", False),
+        (RuntimeError("\"addmm\" not implemented for 'Half'"), "fp32", "exception", False),
+        (PrecisionUnsupportedError("no tf32"), "tf32", "precision-unsupported", False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]"), "fp32", "exception", True),
+        (ConnectionResetError("Connection reset by peer"), "fp32", "exception", False),
+    ],
+)
+def test_a_failure_gets_the_cause_that_outcomes_use(error, precision, cause, peer_lost):
+    report = describe_failure(error, precision=precision)
+    assert (report["cause"], report["peer_lost"]) == (cause, peer_lost)
+
+
+def test_our_own_errors_keep_their_words():
+    error = InputError("a thing is wrong", got="1", expected="2")
+    assert describe_failure(error, precision="fp32")["message"] == "a thing is wrong; got: 1; expected: 2"
+
+
+def test_a_rank_whose_worker_is_gone_ends_without_working(tmp_path):
+    job = make_job(tmp_path, world_size=1)
+    (tmp_path / "job.json").write_text(job.to_json())
+    command = [sys.executable, "-m", "precision_time.tasks.ranks", str(tmp_path / "job.json"), "0"]
+    ended = subprocess.run(command, env={**os.environ, PARENT_VARIABLE: "1"}, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert not fragment_path(tmp_path, 0).exists()
+    assert not failure_path(tmp_path, 0).exists()

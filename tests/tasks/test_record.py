@@ -1,0 +1,166 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from precision_time.predictor.workload import find_workload
+from precision_time.storage.schema import Environment, GridCell
+from precision_time.storage.timings import TimingsDataset, write_fragment
+from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.loop import LoopResult, StepTimes
+from precision_time.tasks.ranks import fragment_path, make_rows
+from precision_time.tasks.record import record_cell
+
+ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2)
+CELL = GridCell(model="own:factory", precision="bf16", world_size=2, per_gpu_batch_size=4)
+CARD = find_workload("mlp").to_dict() | {"name": CELL.model}
+
+
+def make_fragment_rows(scratch, rank):
+    job = RankJob(
+        cell=CELL,
+        cell_id=CELL.cell_id(ENVIRONMENT),
+        attempt=1,
+        environment=ENVIRONMENT,
+        limits=MeasurementLimits(),
+        scratch=str(scratch),
+    )
+    step = StepTimes(
+        iteration_s=1.0,
+        forward_s=0.25,
+        backward_s=0.5,
+        optimizer_s=0.25,
+        communication_s=0.125,
+        buckets=(8,),
+        loss_scale=None,
+        step_skipped=False,
+        recorded_at=0.0,
+        peak_memory_bytes=1,
+    )
+    return make_rows(
+        job,
+        rank,
+        result=LoopResult(warmup=[step] * 2, synced=[step] * 3, local=[step] * 3, steady=True),
+        task_input="8",
+        effective_precision="bf16",
+        model_params=10,
+        float32_matmul_precision="highest",
+    )
+
+
+@pytest.fixture
+def receipt(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    for rank in range(2):
+        write_fragment(fragment_path(scratch, rank), make_fragment_rows(scratch, rank))
+    return CellReceipt(
+        cell=CELL,
+        cell_id=CELL.cell_id(ENVIRONMENT),
+        attempt=1,
+        environment=ENVIRONMENT,
+        status="recorded",
+        scratch=str(scratch),
+        fragments=tuple(str(fragment_path(scratch, rank)) for rank in range(2)),
+        workload=CARD,
+        started_at=1.0,
+        duration_s=2.0,
+        host="here",
+    )
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return TimingsDataset(str(tmp_path / "data"))
+
+
+def assert_refused_as_corrupt(dataset, receipt, said):
+    outcome = record_cell(dataset, receipt)
+    assert (outcome.status, outcome.cause, outcome.rows) == ("failed", "corrupt fragment", 0)
+    assert said in outcome.message
+    assert dataset.recorded_cells() == set()
+    assert dataset.read_cards("workloads") == []
+    assert dataset.outcomes() == [outcome]
+
+
+def test_good_fragments_become_one_recorded_cell_with_its_card(dataset, receipt, tmp_path):
+    outcome = record_cell(dataset, receipt)
+    assert (outcome.status, outcome.cause, outcome.rows, outcome.host) == ("recorded", "", 10, "here")
+    assert dataset.recorded_cells() == {receipt.cell_id}
+    assert dataset.outcomes() == [outcome]
+    assert dataset.read_cards("workloads") == [CARD]
+    assert dataset.measurements()[0].iteration_time_s == 1.0
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_failed_attempt_leaves_its_outcome_and_no_rows(dataset, receipt, tmp_path):
+    failed = replace(receipt, status="failed", cause="signal 9", message="killed", fragments=())
+    outcome = record_cell(dataset, failed)
+    assert (outcome.status, outcome.cause, outcome.message, outcome.rows) == ("failed", "signal 9", "killed", 0)
+    assert dataset.recorded_cells() == set()
+    assert (tmp_path / "scratch").exists()  # logs of a failure are worth a look
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_flipped_byte_fails_the_cell(dataset, receipt, place):
+    path = fragment_path_of(receipt, 1)
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 0x10
+    path.write_bytes(data)
+    assert_refused_as_corrupt(dataset, receipt, "rank-1.parquet")
+
+
+def test_a_cut_fragment_fails_the_cell(dataset, receipt):
+    path = fragment_path_of(receipt, 0)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert_refused_as_corrupt(dataset, receipt, "rank-0.parquet")
+
+
+def test_a_missing_fragment_fails_the_cell(dataset, receipt):
+    fragment_path_of(receipt, 1).unlink()
+    assert_refused_as_corrupt(dataset, receipt, "rank 1 cannot be read")
+
+
+def test_a_receipt_that_names_too_few_fragments_fails_the_cell(dataset, receipt):
+    assert_refused_as_corrupt(dataset, replace(receipt, fragments=receipt.fragments[:1]), "lacks fragments")
+
+
+def fragment_path_of(receipt, rank):
+    return Path(receipt.fragments[rank])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda rows: rows[:2] + rows[3:], "fragment of rank 1 is incomplete"),
+        (lambda rows: rows[:2], "fragment of rank 1 is incomplete"),
+        (lambda rows: rows[:4], "took different steps"),
+        (lambda rows: [replace(row, rank=0) for row in rows], "it belongs to"),
+        (lambda rows: [replace(row, attempt=2) for row in rows], "it belongs to"),
+        (lambda rows: [replace(row, effective_precision="fp32") for row in rows], "it ran in fp32 instead of bf16"),
+        (lambda rows: [*rows[:-1], replace(rows[-1], forward_time_s=float("nan"))], "forward_time_s is nan"),
+        (lambda rows: [*rows[:-1], replace(rows[-1], compute_time_s=None)], "compute_time_s is None"),
+        (lambda rows: [*rows[:-1], replace(rows[-1], iteration_time_s=2.0)], "its parts sum to 1.0 s of 2.0 s"),
+        (
+            lambda rows: [*rows[:-1], replace(rows[-1], exposed_communication_s=float("inf"))],
+            "exposed_communication_s is inf",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_of_this_cell_fail_it(dataset, receipt, tmp_path, spoil, said):
+    write_fragment(fragment_path_of(receipt, 1), spoil(make_fragment_rows(tmp_path, 1)))
+    assert_refused_as_corrupt(dataset, receipt, said)
+
+
+def test_a_cell_that_is_recorded_already_keeps_its_first_rows(dataset, receipt, tmp_path):
+    record_cell(dataset, receipt)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    for rank in range(2):
+        rows = [
+            replace(row, attempt=2, iteration_time_s=2.0, forward_time_s=1.25)
+            for row in make_fragment_rows(scratch, rank)
+        ]
+        write_fragment(fragment_path(scratch, rank), rows)
+    assert record_cell(dataset, replace(receipt, attempt=2)).status == "recorded"
+    assert dataset.measurements()[0].iteration_time_s == 1.0
