@@ -1,0 +1,1 @@
+"""What runs when: campaigns and retraining as Prefect flows; no measuring and no mathematics."""

@@ -1,0 +1,129 @@
+"""The commands of the flows: ``campaign``, ``retrain`` and ``probe``; each imports its libraries when it runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+__all__ = ["campaign", "probe", "retrain"]
+
+Device = Literal["auto", "cpu", "cuda"]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def campaign(
+    file: Annotated[Path, typer.Argument(help="Campaign file: YAML, TOML or JSON.", show_default=False)],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, print the grid and its duration, and stop.")
+    ] = False,
+    data: Annotated[str | None, typer.Option(help="Folder or URL of the timings; replaces the file's.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Device; replaces the file's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time real training runs over a grid of cells; run it again to measure what is still missing.
+
+    Ends with 5 when some cells failed: they are recorded with their cause, and the others are kept.
+    """
+    from precision_time.flows.plan import plan_campaign
+    from precision_time.flows.prefect_settings import prefect_api
+    from precision_time.flows.spec import read_campaign
+    from precision_time.flows.terminal import open_console, print_plan, print_result, say
+    from precision_time.storage.errors import PartialError
+
+    given = {"data": data, "device": device}
+    spec = read_campaign(file, overrides={key: value for key, value in given.items() if value is not None})
+    say(f"{spec.name}: checking the data folder and the device")
+    plan = plan_campaign(spec)
+    if dry_run and as_json:
+        typer.echo(json.dumps(plan.to_dict(), indent=2))
+        return
+    print_plan(plan, console=open_console(to_stderr=as_json))
+    if dry_run:
+        return
+    if plan.missing:
+        say("starting; Ctrl-C stops it, and running it again goes on from there")
+    try:
+        with prefect_api():
+            from precision_time.flows.campaign import run_campaign
+
+            result = run_campaign(spec)
+    except KeyboardInterrupt:
+        say("interrupted; recorded cells are kept, and running it again measures the others")
+        raise
+    if as_json:
+        typer.echo(result.model_dump_json(indent=2))
+    else:
+        print_result(plan, result, console=open_console())
+    if result.status != "complete":
+        raise PartialError(
+            f"campaign {result.name}: {result.cells_planned - result.cells_recorded} of {result.cells_planned} cells "
+            "have no timings",
+            got="; ".join(f"{cell.label}: {cell.cause}" for cell in result.failed[:10]),
+            fix="see the causes; running the campaign again tries the failed cells again",
+        )
+
+
+def retrain(
+    data: Annotated[str, typer.Option(help="Folder or URL of the timings.", show_default=False)],
+    registry: Annotated[str, typer.Option(help="Folder or URL of the artifact registry.", show_default=False)],
+    name: Annotated[str, typer.Option(help="Name to publish under.")] = "default",
+    alias: Annotated[str, typer.Option(help="Moved to the new version after it is published.")] = "champion",
+    holdout: Annotated[
+        list[str] | None, typer.Option(help="A model that is never trained on and reported by itself; repeatable.")
+    ] = None,
+    level: Annotated[float, typer.Option(help="Share of measurements that intervals are to hold.")] = 0.9,
+    seed: Annotated[int, typer.Option(help="Decides folds and trees.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Fit a predictor on the recorded timings, validate it, and publish it if it passes the gate.
+
+    Ends with 3 when the gate holds it back: the champion then stays in use.
+    """
+    from precision_time.flows.prefect_settings import prefect_api
+    from precision_time.flows.settings_file import Document, build_model
+    from precision_time.flows.spec import RetrainSpec
+    from precision_time.flows.terminal import open_console, print_retraining, say
+    from precision_time.storage.errors import GoalNotMetError
+
+    given = {
+        "data": data,
+        "registry": registry,
+        "name": name,
+        "alias": alias,
+        "holdout_models": holdout or [],
+        "level": level,
+        "seed": seed,
+    }
+    spec = build_model(RetrainSpec, Document("retrain", given))
+    with prefect_api():
+        from precision_time.flows.retrain import run_retraining
+
+        say("training and validating on the recorded timings")
+        result = run_retraining(spec)
+    if as_json:
+        typer.echo(result.model_dump_json(indent=2))
+    else:
+        print_retraining(result, console=open_console())
+    if result.status == "held back":
+        raise GoalNotMetError(
+            "the new predictor was not published",
+            got="; ".join(result.reasons),
+            expected="a passed gate",
+            fix="measure more cells and retrain",
+        )
+
+
+def probe(
+    device: Annotated[Device, typer.Option(help="Which device to look at.")] = "auto", as_json: AsJson = False
+) -> None:
+    """What this machine's device is, which precisions it runs, and how fast it is: measured in a few seconds."""
+    from precision_time.flows.terminal import open_console, print_probe, say
+    from precision_time.tasks.probe import probe_device
+
+    say("measuring the device for a few seconds")
+    report = probe_device(device)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        print_probe(report, console=open_console())

@@ -1,0 +1,135 @@
+"""How a running campaign shows itself on stderr: a bar with the time left on a terminal, plain lines elsewhere."""
+
+import sys
+import threading
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from precision_time.flows.plan import CampaignPlan, PlannedCell
+from precision_time.predictor.estimate import format_duration
+from precision_time.storage.schema import CellOutcome
+
+__all__ = ["CampaignProgress", "printable"]
+
+#: a log must say that a long cell is alive, and a tool that reads it must not wait longer
+LINE_EVERY_S = 30.0
+#: weight of the newest cell in the running ratio of taken to estimated time
+NEWEST = 0.3
+
+
+def printable(text: str) -> str:
+    """``text`` with newlines and escape codes spelled out: messages of ranks hold names from anywhere."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+class CampaignProgress:
+    """Counts cells, estimates what is left, and shows both while the ``with`` block runs."""
+
+    def __init__(self, plan: CampaignPlan, *, stream: TextIO | None = None) -> None:
+        self.name = plan.spec.name
+        self.total = len(plan.missing)
+        self.done = 0
+        self.failed = 0
+        self.current: PlannedCell | None = None
+        self._started = 0.0
+        self._said = time.monotonic()
+        self._waiting = {planned.cell_id: planned.estimated_s for planned in plan.missing}
+        self._ratio: float | None = None
+        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._stop = threading.Event()
+        self._reminder = threading.Thread(target=self._remind, name="campaign progress", daemon=True)
+
+    def __enter__(self) -> "CampaignProgress":
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _TimeLeft(self),
+                console=self._console, transient=True,
+            )  # fmt: skip
+            self._bar.add_task(self.name, total=max(1, self.total))
+            self._bar.start()
+        else:
+            self._reminder.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._bar is not None:
+            self._bar.stop()
+        else:
+            self._reminder.join()
+
+    @property
+    def fraction(self) -> float:
+        """Share of the missing cells that are done."""
+        return self.done / self.total if self.total else 1.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The estimates of the cells that are left, scaled by how the done ones went; None before one is done."""
+        if self._ratio is None:
+            return None
+        left_s = sum(self._waiting.values()) * self._ratio
+        running_s = time.monotonic() - self._started if self.current is not None else 0.0
+        return max(0.0, left_s - running_s)
+
+    def start_cell(self, planned: PlannedCell) -> None:
+        """Say that ``planned`` is being measured now."""
+        self.current = planned
+        self._started = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=planned.cell.label)
+
+    def finish_cell(self, planned: PlannedCell, outcome: CellOutcome, *, is_last_attempt: bool) -> None:
+        """Count ``planned``, unless it failed and will be tried again."""
+        taken_s = time.monotonic() - self._started
+        self.current = None
+        if outcome.status == "recorded" and planned.estimated_s > 0:
+            ratio = taken_s / planned.estimated_s
+            self._ratio = ratio if self._ratio is None else (1 - NEWEST) * self._ratio + NEWEST * ratio
+        if is_last_attempt:
+            self.done += 1
+            self.failed += outcome.status != "recorded"
+            self._waiting.pop(planned.cell_id, None)
+        text = f"{planned.cell.label}: {outcome.status}"
+        if outcome.status != "recorded":
+            text += f", {outcome.cause}: {outcome.message}" if outcome.message else f", {outcome.cause}"
+            text += "" if is_last_attempt else "; it will be tried again"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self.done)
+            if outcome.status != "recorded":
+                self._print(text)
+        else:
+            self._print(f"[{self.done}/{self.total}] {text} ({format_duration(taken_s)}){self._left()}")
+
+    def _left(self) -> str:
+        left_s = self.seconds_left
+        return "" if left_s is None or not self._waiting else f", about {format_duration(max(1.0, left_s))} left"
+
+    def _remind(self) -> None:
+        while not self._stop.wait(max(0.001, self._said + LINE_EVERY_S - time.monotonic())):
+            current = self.current
+            if time.monotonic() - self._said < LINE_EVERY_S:
+                continue  # a cell ended meanwhile
+            self._said = time.monotonic()
+            if current is not None:
+                running = format_duration(time.monotonic() - self._started)
+                self._print(f"[{self.done}/{self.total}] {current.cell.label}: measuring for {running}{self._left()}")
+
+    def _print(self, text: str) -> None:
+        self._said = time.monotonic()
+        self._console.print(printable(text), markup=False)
+
+
+class _TimeLeft(ProgressColumn):
+    def __init__(self, progress: CampaignProgress) -> None:
+        super().__init__()
+        self.progress = progress
+
+    def render(self, task: Task) -> Text:
+        left_s = self.progress.seconds_left
+        return Text("estimating" if left_s is None else f"{format_duration(max(1.0, left_s))} left")

@@ -1,0 +1,245 @@
+"""What came out of a run: results of both flows, one row per cell, and the texts for terminals and Prefect pages."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from precision_time.flows.plan import CampaignPlan
+from precision_time.predictor.estimate import format_duration
+from precision_time.storage.schema import CellOutcome, GridCell, Measurement
+from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.validate import Accuracy
+
+__all__ = [
+    "CampaignResult",
+    "FailedCell",
+    "GridRow",
+    "RetrainResult",
+    "RetrainStatus",
+    "grid_rows",
+    "markdown_report",
+    "read_grid",
+    "summarise",
+    "table_rows",
+]
+
+RetrainStatus = Literal["published", "held back", "nothing new"]
+
+MARKDOWN_ROWS = 200
+
+
+class FailedCell(BaseModel):
+    """A cell that every attempt of this run failed at, with the cause of the last."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cell_id: str
+    label: str
+    attempt: int
+    status: str
+    cause: str
+    message: str
+
+
+class CampaignResult(BaseModel):
+    """What one run of a campaign did.
+
+    ``rows`` counts the iteration rows (one per step and rank) that the dataset holds of the campaign's cells,
+    ``rows_added`` those of this run.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    data: str
+    gpu: str
+    cells_planned: int
+    cells_recorded: int
+    cells_measured: int
+    rows: int
+    rows_added: int
+    failed: tuple[FailedCell, ...]
+    duration_s: float
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def status(self) -> Literal["complete", "partial", "failed"]:
+        """``complete`` only with every cell recorded; ``failed`` when the dataset holds none of them."""
+        if not self.cells_recorded:
+            return "failed"
+        return "complete" if self.cells_recorded == self.cells_planned else "partial"
+
+
+class RetrainResult(BaseModel):
+    """What a retraining did: ``artifact_id`` is the new version, or the champion that stays in use.
+
+    ``accuracy`` maps split -> method -> metric, as fractions and seconds.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    status: RetrainStatus
+    artifact_id: str | None
+    reasons: list[str]
+    rows: int
+    holdout_models: list[str]
+    training_data_sha256: str
+    accuracy: Accuracy
+
+
+def summarise(
+    plan: CampaignPlan, outcomes: Mapping[str, CellOutcome], *, rows: Mapping[str, int], duration_s: float
+) -> CampaignResult:
+    """The counts of a run: a cell counts as recorded if it was before or is now; ``rows`` by cell id in the dataset."""
+    labels = {planned.cell_id: planned.cell.label for planned in plan.cells}
+    recorded = [outcome for outcome in outcomes.values() if outcome.status == "recorded"]
+    return CampaignResult(
+        name=plan.spec.name,
+        data=plan.spec.data,
+        gpu=plan.device.environment.gpu,
+        cells_planned=len(plan.cells),
+        cells_recorded=len(plan.cells) - len(plan.missing) + len(recorded),
+        cells_measured=len(recorded),
+        rows=sum(rows.get(planned.cell_id, 0) for planned in plan.cells),
+        rows_added=sum(outcome.rows for outcome in recorded),
+        failed=tuple(
+            FailedCell(
+                cell_id=cell_id,
+                label=labels[cell_id],
+                attempt=outcome.attempt,
+                status=outcome.status,
+                cause=outcome.cause,
+                message=outcome.message,
+            )
+            for cell_id, outcome in outcomes.items()
+            if outcome.status != "recorded"
+        ),
+        duration_s=duration_s,
+    )
+
+
+class GridRow(BaseModel):
+    """One cell in a table: where it stands, its time, and its speed-up over the same cell in fp32."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    precision: str
+    gpus: int
+    batch_size: int
+    gradient_accumulation_steps: int
+    state: str
+    iteration_time_s: float | None
+    speedup_over_fp32: float | None
+    cause: str
+
+
+def read_grid(plan: CampaignPlan, failed: Iterable[FailedCell], *, dataset: TimingsDataset) -> list[GridRow]:
+    """``grid_rows`` of what the dataset holds now."""
+    return grid_rows(plan, failed, measurements=dataset.measurements(), recorded=dataset.recorded_cells())
+
+
+def grid_rows(
+    plan: CampaignPlan,
+    failed: Iterable[FailedCell],
+    *,
+    measurements: Iterable[Measurement],
+    recorded: Set[str] = frozenset(),
+) -> list[GridRow]:
+    """The whole grid in its order, cells of earlier runs too.
+
+    A cell without a measurement has failed in this run, is ``unusable`` (recorded, but its rows give no time), or is
+    missing.
+    """
+    failures = {cell.cell_id: cell for cell in failed}
+    times = {seen.cell_id: seen.iteration_time_s for seen in measurements}
+    by_cell = {planned.cell: times[planned.cell_id] for planned in plan.cells if planned.cell_id in times}
+    rows = []
+    for planned in plan.cells:
+        cell, failure = planned.cell, failures.get(planned.cell_id)
+        state = "unusable" if planned.cell_id in recorded else "missing"
+        if planned.cell_id in times:
+            state = "recorded"
+        elif failure is not None:
+            state = failure.status
+        time_s, fp32_s = by_cell.get(cell), by_cell.get(_in_fp32(cell))
+        rows.append(
+            GridRow(
+                model=cell.model,
+                precision=cell.precision,
+                gpus=cell.world_size,
+                batch_size=cell.per_gpu_batch_size,
+                gradient_accumulation_steps=cell.gradient_accumulation_steps,
+                state=state,
+                iteration_time_s=time_s,
+                speedup_over_fp32=None if time_s is None or fp32_s is None else fp32_s / time_s,
+                cause="" if time_s is not None or failure is None else failure.cause,
+            )
+        )
+    return rows
+
+
+def _in_fp32(cell: GridCell) -> GridCell:
+    return GridCell(
+        model=cell.model,
+        precision="fp32",
+        world_size=cell.world_size,
+        per_gpu_batch_size=cell.per_gpu_batch_size,
+        gradient_accumulation_steps=cell.gradient_accumulation_steps,
+        strategy=cell.strategy,
+        nodes=cell.nodes,
+    )
+
+
+def table_rows(rows: Sequence[GridRow]) -> list[dict[str, Any]]:
+    """``rows`` as short texts under the headings of a table."""
+    return [
+        {
+            "model": row.model,
+            "precision": row.precision,
+            "GPUs": row.gpus,
+            "batch": row.batch_size,
+            "accumulation": row.gradient_accumulation_steps,
+            "state": row.state,
+            "iteration": "" if row.iteration_time_s is None else format_duration(row.iteration_time_s),
+            "over fp32": "" if row.speedup_over_fp32 is None else f"{row.speedup_over_fp32:.2f}x",
+            "cause": row.cause,
+        }
+        for row in rows
+    ]
+
+
+def markdown_report(result: CampaignResult, rows: Sequence[GridRow]) -> str:
+    """The report of one run: counts, the grid, and every failed cell with its cause."""
+    lines = [
+        f"# Campaign {result.name}: {result.status}",
+        "",
+        f"{result.cells_recorded} of {result.cells_planned} cells are recorded on `{result.gpu}`; "
+        f"this run measured {result.cells_measured} ({result.rows_added} rows) "
+        f"in {format_duration(result.duration_s)}.",
+        "",
+        "Iteration: median over the measured steps of the slowest rank. Over fp32: how many times as fast as fp32.",
+        "",
+    ]
+    shown = table_rows(rows[:MARKDOWN_ROWS])
+    if shown:
+        lines += [f"| {' | '.join(shown[0])} |", f"|{'---|' * len(shown[0])}"]
+        lines += [f"| {' | '.join(_escaped(str(value)) for value in row.values())} |" for row in shown]
+    if len(rows) > MARKDOWN_ROWS:
+        lines += ["", f"{len(rows) - MARKDOWN_ROWS} more cells are in the dataset."]
+    if result.failed:
+        lines += ["", "## Failed cells", ""]
+        lines += [
+            f"- {_escaped(cell.label)}, attempt {cell.attempt}: {_escaped(cell.cause)}. {_escaped(cell.message)}"
+            for cell in result.failed[:MARKDOWN_ROWS]
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Text from models and exceptions must not break the table or become markup."""
+    kept = "".join(c if c.isprintable() else " " for c in text)
+    for mark in ("\\", "|", "`", "*", "_", "<", "[", "#"):
+        kept = kept.replace(mark, f"\\{mark}" if mark != "<" else "&lt;")
+    return kept

@@ -1,0 +1,113 @@
+"""Tables and lines of the campaign commands: data on stdout, everything else on stderr."""
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from precision_time.flows.plan import CampaignPlan
+from precision_time.flows.progress import printable
+from precision_time.flows.summary import CampaignResult, RetrainResult, read_grid, table_rows
+from precision_time.predictor.estimate import format_duration
+from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.probe import ProbeReport
+from precision_time.tasks.report import readable_accuracy
+
+__all__ = ["open_console", "print_plan", "print_probe", "print_result", "say"]
+
+#: a larger grid is shown by its ends; --json has all of it
+MAX_ROWS = 500
+#: without a terminal nothing is cut or wrapped
+FILE_WIDTH = 160
+
+
+def say(text: str) -> None:
+    """One line of progress on stderr."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def open_console(*, to_stderr: bool = False) -> Console:
+    """A console that cuts nothing when its output goes to a file."""
+    console = Console(stderr=to_stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=to_stderr, highlight=False, width=FILE_WIDTH)
+
+
+def print_plan(plan: CampaignPlan, *, console: Console) -> None:
+    """The whole grid with the state and the expected seconds of each cell, and the expected duration of the rest."""
+    rows = [
+        {
+            "model": planned.cell.model,
+            "precision": planned.cell.precision,
+            "GPUs": planned.cell.world_size,
+            "batch": planned.cell.per_gpu_batch_size,
+            "accumulation": planned.cell.gradient_accumulation_steps,
+            "state": "recorded" if planned.is_recorded else "missing",
+            "expected": "" if planned.is_recorded else format_duration(planned.estimated_s),
+        }
+        for planned in plan.cells
+    ]
+    _print_table(console, rows)
+    recorded = len(plan.cells) - len(plan.missing)
+    console.print(
+        f"{plan.spec.name} on {plan.device.environment.gpu}: {len(plan.cells)} cells, {recorded} recorded, "
+        f"{len(plan.missing)} to measure"
+        + (f", about {format_duration(plan.estimated_s)} by the closed forms" if plan.missing else ""),
+        markup=False,
+    )
+
+
+def print_result(plan: CampaignPlan, result: CampaignResult, *, console: Console) -> None:
+    """The grid with its times and speed-ups, and the counts of the run."""
+    rows = read_grid(plan, result.failed, dataset=TimingsDataset(plan.spec.data))
+    _print_table(console, table_rows(rows))
+    console.print(
+        f"{result.name}: {result.status}; {result.cells_recorded} of {result.cells_planned} cells are recorded, "
+        f"{result.cells_measured} by this run ({result.rows_added} rows) in {format_duration(result.duration_s)}; "
+        f"data: {result.data}",
+        markup=False,
+    )
+
+
+def print_retraining(result: RetrainResult, *, console: Console) -> None:
+    """Errors by split and method, what was decided and why."""
+    _print_table(console, readable_accuracy(result.accuracy))
+    for reason in result.reasons:
+        console.print(f"- {reason}", markup=False)
+    console.print(f"{result.status}; in use: {result.artifact_id or 'nothing yet'}", markup=False)
+
+
+def print_probe(report: ProbeReport, *, console: Console) -> None:
+    """The device, its rates and what it cannot run."""
+    hardware = report.hardware
+    rows = [
+        {
+            "precision format": name,
+            "peak": f"{rate / 1e9:,.0f} GFLOP/s",
+        }
+        for name, rate in hardware.peak_flops_per_s.items()
+    ]
+    console.print(f"{hardware.name}: {report.device_count} x {report.environment.device_type}", markup=False)
+    _print_table(console, rows)
+    console.print(
+        f"memory {hardware.memory_bytes / 2**30:.1f} GiB at {hardware.memory_bytes_per_s / 1e9:.1f} GB/s; "
+        f"one eager operation {format_duration(hardware.launch_overhead_s)}",
+        markup=False,
+    )
+    for name, reason in report.unsupported.items():
+        console.print(f"not supported: {name} ({printable(reason)})", markup=False)
+
+
+def _print_table(console: Console, rows: Sequence[Mapping[str, object]]) -> None:
+    if not rows:
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading, value in rows[0].items():
+        table.add_column(heading, justify="right" if isinstance(value, int) else "left", no_wrap=True)
+    for row in rows[:MAX_ROWS]:
+        table.add_row(*(Text(printable(str(value))) for value in row.values()))
+    console.print(table)
+    if len(rows) > MAX_ROWS:
+        console.print(f"... and {len(rows) - MAX_ROWS} more; --json prints all of them", markup=False)

@@ -1,0 +1,161 @@
+"""The commands campaign and probe: what they print where, their exit codes, and what they leave unloaded."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from precision_time.__main__ import run
+from precision_time.flows import campaign as campaign_flow
+from precision_time.flows.summary import CampaignResult, FailedCell
+from precision_time.tasks.probe import ProbeReport
+
+FILE = """\
+name: trial
+models: [mlp]
+precisions: [fp32, bf16-mixed]
+gpus: [1, 2]
+batch_sizes: [8]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, probe: Callable[[str], ProbeReport], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A good campaign file, on a made-up machine."""
+    monkeypatch.setattr("precision_time.flows.plan._probe_once", probe)
+    path = tmp_path / "campaign.yaml"
+    path.write_text(f"{FILE}data: {tmp_path / 'data'}\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precision_time.flows.prefect_settings.prefect_api", contextlib.nullcontext)
+
+
+def answer_with(result: CampaignResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign_flow, "run_campaign", lambda spec: result.model_copy(update={"data": spec.data}))
+
+
+def make_result(*, recorded: int) -> CampaignResult:
+    failed = tuple(
+        FailedCell(cell_id=str(i), label=f"cell {i}", attempt=2, status="failed", cause="signal 9", message="")
+        for i in range(4 - recorded)
+    )
+    return CampaignResult(
+        name="trial", data="", gpu="cpu-test-2c", cells_planned=4, cells_recorded=recorded, cells_measured=recorded,
+        rows=recorded * 40, rows_added=recorded * 40, failed=failed, duration_s=1.0,
+    )  # fmt: skip
+
+
+def test_a_dry_run_prints_the_grid_and_its_duration_and_stops(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign_flow, "run_campaign", lambda spec: pytest.fail("it ran"))
+    assert run(["campaign", str(file), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("missing") == 4
+    assert "amp_bf16" in out
+    assert "trial on cpu-test-2c: 4 cells, 0 recorded, 4 to measure, about" in out
+
+
+def test_a_dry_run_as_json_is_nothing_but_json_on_stdout(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["campaign", str(file), "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["cells_planned"], len(plan["cells"]), plan["cells"][0]["state"]) == (4, 4, "missing")
+    assert plan["estimated_s"] > 0
+
+
+def test_options_replace_what_the_file_says(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = str(tmp_path / "elsewhere")
+    assert run(["campaign", str(file), "--dry-run", "--json", "--data", elsewhere]) == 0
+    assert json.loads(capsys.readouterr().out)["data"] == elsewhere
+    assert run(["campaign", str(file), "--device", "tpu"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("models: [resnet5]", ["resnet5", "resnet50"]),
+        ("gpus: [0]", ["gpus[0]", "got: 0"]),
+        ("gpus: [3]", ["got: 3", "at most 2"]),
+        ("precisions: [fp8]", ["E-PRECISION-UNSUPPORTED", "fp8 (needs Hopper"]),
+        ("seconds_per_cell: 12:30:00", ["12:30:00", "12h30m"]),
+        ("data: ftp://host/x", ["ftp"]),
+    ],
+)
+def test_a_bad_campaign_ends_with_two_before_anything_runs(
+    file: Path, changed: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign_flow, "run_campaign", lambda spec: pytest.fail("it ran"))
+    key = changed.split(":")[0]
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(key)]
+    file.write_text("\n".join([*lines, changed]), encoding="utf-8")
+    assert run(["campaign", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert all(word in captured.err for word in words), captured.err
+    assert captured.out == ""
+
+
+def test_a_missing_file_ends_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["campaign", str(tmp_path / "none.yaml")]) == 2
+    assert "E-NOT-FOUND" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_prefect")
+def test_a_complete_campaign_ends_with_zero_and_its_table(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_with(make_result(recorded=4), monkeypatch)
+    assert run(["campaign", str(file)]) == 0
+    assert "trial: complete; 4 of 4 cells are recorded, 4 by this run (160 rows)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_prefect")
+@pytest.mark.parametrize(("recorded", "status"), [(3, "partial"), (0, "failed")])
+def test_a_campaign_with_failed_cells_ends_with_five_and_names_them(
+    file: Path, recorded: int, status: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_with(make_result(recorded=recorded), monkeypatch)
+    assert run(["campaign", str(file), "--json"]) == 5
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["status"] == status
+    error = json.loads(captured.err.splitlines()[-1])
+    assert error["code"] == "E-PARTIAL"
+    assert "cell 0: signal 9" in error["got"]
+
+
+def test_a_prefect_api_that_does_not_answer_is_bad_input(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    url = "http://user:secret@127.0.0.1:9/api"
+    with temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_MAX_RETRIES: 0}):
+        assert run(["campaign", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "Prefect API does not answer" in error
+    assert "127.0.0.1:9" in error
+    assert "secret" not in error
+
+
+def test_probe_prints_the_device_as_text_and_as_json(
+    device: ProbeReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("precision_time.tasks.probe.probe_device", lambda wanted: device)
+    assert run(["probe", "--device", "cpu"]) == 0
+    assert "not supported: fp8 (needs Hopper or newer)" in capsys.readouterr().out
+    assert run(["probe", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"]["name"] == "cpu-test-2c"
+
+
+@pytest.mark.parametrize("arguments", [["campaign", "--help"], ["probe", "--help"], ["campaign", "none.yaml"]])
+def test_help_and_bad_files_load_no_heavy_library(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom precision_time.__main__ import run\nrun(sys.argv[1:])\n"
+        "print([name for name in ('prefect', 'torch', 'distributed', 'pandas', 'xgboost') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
