@@ -82,3 +82,69 @@ def _measure(
 def measure() -> Measure:
     """Make up measurements of a world where the truth is known; see ``_measure`` for what can be chosen."""
     return _measure
+
+
+def _record(url: str, measurements: Sequence[Measurement]) -> None:
+    from precision_time.storage.schema import IterationTiming
+    from precision_time.storage.timings import TimingsDataset
+
+    dataset = TimingsDataset(url)
+    for measured in measurements:
+        parts = {
+            "iteration_time_s": measured.iteration_time_s,
+            "forward_time_s": 0.3 * measured.iteration_time_s,
+            "backward_time_s": 0.6 * measured.iteration_time_s,
+            "optimizer_time_s": 0.1 * measured.iteration_time_s,
+            "compute_time_s": measured.compute_time_s,
+            "communication_time_s": measured.communication_time_s,
+            "exposed_communication_s": measured.exposed_communication_s,
+        }
+        rows = [
+            IterationTiming(
+                cell_id=measured.cell_id,
+                attempt=1,
+                model=measured.model,
+                task_input="",
+                requested_precision=measured.precision,
+                effective_precision=measured.precision,
+                world_size=measured.world_size,
+                nodes=1,
+                per_gpu_batch_size=measured.per_gpu_batch_size,
+                gradient_accumulation_steps=1,
+                strategy="ddp",
+                rank=rank,
+                step=step,
+                is_warmup=False,
+                is_steady=True,
+                bucket_count=1,
+                bucket_bytes=4,
+                loss_scale=None,
+                step_skipped=False,
+                peak_memory_bytes=1,
+                model_params=1,
+                device_type="cuda",
+                gpu=measured.gpu,
+                cpu_model="x",
+                cpu_cores=8,
+                threads_per_rank=1,
+                driver_version="1",
+                cuda_version="1",
+                framework="pytorch",
+                framework_version="2",
+                backend="nccl",
+                float32_matmul_precision="highest",
+                host="here",
+                load_average=0.0,
+                recorded_at=1.0,
+                **parts,
+            )
+            for rank in range(measured.world_size)
+            for step in range(3)
+        ]
+        dataset.record(rows)
+
+
+@pytest.fixture(scope="session")
+def record() -> Callable[[str, Sequence[Measurement]], None]:
+    """Write measurements into the dataset at a URL as three equal steps of each rank."""
+    return _record

@@ -1,0 +1,100 @@
+"""Retraining publishes what earns it, keeps the champion otherwise, and says why; the run ends well in both cases."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from precision_time.flows.spec import RetrainSpec
+from precision_time.predictor.api import predict_time
+from precision_time.predictor.artifact import load_artifact
+from precision_time.storage.errors import InputError, UnknownNameError
+from precision_time.storage.registry import Registry
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+MODELS = ("mlp", "vit_tiny", "bert_mini", "gpt2_mini")
+
+
+def make_spec(folder: Path, **changes: object) -> RetrainSpec:
+    values = {"data": str(folder / "timings"), "registry": str(folder / "registry"), "holdout_models": ["gpt2_mini"]}
+    return RetrainSpec.model_validate(values | changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, measure, record) -> Path:
+    folder = tmp_path_factory.mktemp("retrain")
+    record(str(folder / "timings"), measure(models=MODELS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(folder, prefect_server):
+    from precision_time.flows.retrain import run_retraining
+
+    return run_retraining(make_spec(folder))
+
+
+def test_a_first_retraining_publishes_and_the_artifact_answers(folder, first) -> None:
+    assert first.status == "published"
+    assert first.artifact_id == "default@1"
+    assert Registry(str(folder / "registry")).aliases("default") == {"champion": 1}
+    estimate = predict_time("mlp", "fp32", batch_size=16, artifact=f"{folder / 'registry'}/default@champion")
+    assert estimate.artifact_id == "default@1"
+    assert estimate.regime == "known"
+    assert estimate.gpu == "A100-SXM4-80GB"
+
+
+def test_the_manifest_and_report_carry_accuracy_baselines_and_what_was_held_out(folder, first) -> None:
+    manifest, files = Registry(str(folder / "registry")).load("default@1")
+    assert manifest.holdout_models == ["gpt2_mini"]
+    assert manifest.training_data_sha256 == first.training_data_sha256
+    assert set(manifest.accuracy) == {"configuration", "leave-model-out", "holdout"}
+    assert set(manifest.accuracy["holdout"]) == {"predictor", "precision_blind", "roofline"}
+    trained = json.loads(files["training.json"])["cells"]
+    assert len(trained) == manifest.training_rows == first.rows == 36
+    assert b"held-out models | predictor" in files["report.md"]
+    assert "gpt2_mini" not in load_artifact(f"{folder / 'registry'}/default@1").predictor.domain.models
+
+
+def test_the_same_data_again_has_nothing_new(folder, first) -> None:
+    from precision_time.flows.retrain import run_retraining
+
+    again = run_retraining(make_spec(folder))
+    assert again.status == "nothing new"
+    assert again.artifact_id == "default@1"
+    assert again.accuracy == first.accuracy
+    assert Registry(str(folder / "registry")).versions("default") == [1]
+
+
+def test_a_challenger_that_fails_the_gate_leaves_the_champion(tmp_path, measure, record) -> None:
+    from precision_time.flows.retrain import run_retraining
+
+    record(str(tmp_path / "timings"), measure(models=("mlp", "vit_tiny"), noise=2.0))
+    result = run_retraining(make_spec(tmp_path, holdout_models=[]))
+    assert result.status == "held back"
+    assert result.artifact_id is None
+    assert Registry(str(tmp_path / "registry")).names() == []
+
+
+def test_the_page_of_the_run_has_a_table_a_report_and_full_progress(first) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+
+    keys = ["retrain-accuracy", "retrain-accuracy-report", "retrain-progress"]
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
+    assert {artifact.key: artifact.type for artifact in found} == {
+        "retrain-accuracy": "table",
+        "retrain-accuracy-report": "markdown",
+        "retrain-progress": "progress",
+    }
+
+
+def test_no_data_and_an_unknown_model_to_hold_out_are_refused_before_the_run(folder, first, tmp_path) -> None:
+    from precision_time.flows.retrain import run_retraining
+
+    with pytest.raises(InputError, match="no measurements"):
+        run_retraining(make_spec(tmp_path, holdout_models=[]))
+    with pytest.raises(UnknownNameError, match="vit_tiny"):
+        run_retraining(make_spec(folder, holdout_models=["vit_tinny"]))
