@@ -23,7 +23,7 @@ from precision_time.flows.terminal import print_plan, print_result, say
 from precision_time.storage.errors import StorageError
 from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.job import MeasurementLimits
+from precision_time.tasks.job import CellReceipt, MeasurementLimits
 from precision_time.tasks.profile import profile_cell
 from precision_time.tasks.record import record_cell
 
@@ -190,27 +190,19 @@ def measure_cell(
         raise
     except Exception as error:
         # A cluster or a fragment can break in ways nobody listed; the cell pays, not the campaign.
-        cell = planned.cell
-        outcome = CellOutcome(
+        receipt = CellReceipt(
+            cell=planned.cell,
             cell_id=planned.cell_id,
             attempt=attempt,
+            environment=plan.device.environment,
             status="failed",
             cause="exception",
             message=f"{type(error).__name__}: {error}",
-            model=cell.model,
-            precision=cell.precision,
-            world_size=cell.world_size,
-            nodes=cell.nodes,
-            per_gpu_batch_size=cell.per_gpu_batch_size,
-            gradient_accumulation_steps=cell.gradient_accumulation_steps,
-            strategy=cell.strategy,
-            gpu=plan.device.environment.gpu,
-            host=platform.node(),
             started_at=started_at,
             duration_s=time.monotonic() - started,
+            host=platform.node(),
         )
-        dataset.record_outcome(outcome)
-        return outcome
+        return record_cell(dataset, receipt)
 
 
 def _limits(spec: CampaignSpec) -> MeasurementLimits:

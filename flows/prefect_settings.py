@@ -48,7 +48,7 @@ def prefect_api() -> Iterator[None]:
     this process however that ends. Raises ``InputError`` when the configured API does not answer.
     """
     prepare_prefect()
-    from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+    from prefect.settings import PREFECT_API_URL
 
     configured = PREFECT_API_URL.value()
     if configured:
@@ -63,8 +63,27 @@ def prefect_api() -> Iterator[None]:
         yield
         return
     # Nobody looks at the log of a server that ends with this process, and its last lines would come too late.
-    with _own_server() as url, temporary_settings({PREFECT_API_URL: url, PREFECT_LOGGING_TO_API_ENABLED: False}):
+    with _own_server() as url, _global_settings({"PREFECT_API_URL": url, "PREFECT_LOGGING_TO_API_ENABLED": "false"}):
         yield
+
+
+@contextlib.contextmanager
+def _global_settings(variables: dict[str, str]) -> Iterator[None]:
+    """Prefect settings for every thread; ``temporary_settings`` would hold in this one and its copies only."""
+    from prefect.context import refresh_global_settings_context
+
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    refresh_global_settings_context()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        refresh_global_settings_context()
 
 
 def _without_password(url: str) -> str:

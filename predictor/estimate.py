@@ -89,7 +89,12 @@ class TimeEstimate:
                 f"{format_duration(self.communication_time_s)}, of which exposed "
                 f"{format_duration(self.exposed_communication_s)}",
             ),
-            ("throughput", f"{self.samples_per_s:,.4g} samples/s"),
+            (
+                "throughput",
+                f"{self.samples_per_s:,.0f} samples/s"
+                if self.samples_per_s >= 100
+                else f"{self.samples_per_s:.3g} samples/s",
+            ),
         ]
         if self.total_time_s is not None and self.total_low_s is not None and self.total_high_s is not None:
             lines.append(

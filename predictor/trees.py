@@ -119,11 +119,8 @@ class FlatForest:
             level = np.concatenate([self.left[level], self.right[level]])
         raise _refuse("depth", got=f"more than {MAX_DEPTH}", expected=f"at most {MAX_DEPTH}")
 
-    def predict(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """The sum over all trees for each row; ``rows`` has shape (n, features), the result shape (n,).
-
-        Sums run in float32 and in the order of the trees, as XGBoost's CPU predictor does.
-        """
+    def leaf_values(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """What each tree adds for each row; ``rows`` has shape (n, features), the result (n, trees)."""
         matrix = np.asarray(rows, dtype=np.float32)
         node = np.broadcast_to(self.roots, (len(matrix), len(self.roots))).copy()
         row_index = np.arange(len(matrix))[:, None]
@@ -131,12 +128,18 @@ class FlatForest:
             child = self.left[node]
             inner = child != _LEAF
             if not inner.any():
-                break
+                return self.value[node]
             cell = matrix[row_index, self.feature[node]]
             goes_left = np.where(np.isnan(cell), self.missing_left[node], cell < self.threshold[node])
             node = np.where(inner, np.where(goes_left, child, self.right[node]), node)
-        total = np.full(len(matrix), self.base_score[0], dtype=np.float32)
-        leaves = self.value[node]
+
+    def predict(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The base score plus the sum over all trees for each row, shape (n,).
+
+        Sums run in float32 and in the order of the trees, as XGBoost's CPU predictor does.
+        """
+        leaves = self.leaf_values(rows)
+        total = np.full(len(leaves), self.base_score[0], dtype=np.float32)
         for tree in range(leaves.shape[1]):
             total += leaves[:, tree]
         return total

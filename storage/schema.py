@@ -275,7 +275,7 @@ class ArtifactManifest(BaseModel):
     """What a published predictor is: its files, what it was trained on, and how well it did.
 
     ``accuracy`` maps split -> method -> metric -> value (fractions); methods are ``predictor``,
-    ``precision_blind`` and ``roofline``.
+    ``precision_blind``, ``roofline`` (times one fitted factor) and ``closed_form``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -7,7 +7,12 @@ from precision_time.tasks.validate import Accuracy, GateDecision, Validation
 
 __all__ = ["accuracy_rows", "readable_accuracy", "write_report"]
 
-_METHODS = {"predictor": "predictor", "precision_blind": "precision-blind", "roofline": "roofline only"}
+_METHODS = {
+    "predictor": "predictor",
+    "precision_blind": "precision-blind",
+    "roofline": "roofline x factor",
+    "closed_form": "closed forms",
+}
 _SPLITS = {
     "configuration": "5-fold by configuration",
     "leave-model-out": "leave model out",

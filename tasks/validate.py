@@ -72,7 +72,9 @@ def judge_challenger(
     champion: PublishedPredictor | None,
     champion_cells: frozenset[str] = frozenset(),
 ) -> GateDecision:
-    """The gate: coverage must hold and the roofline must be beaten; a champion must not be better on new rows.
+    """The gate: coverage must hold, the closed forms be beaten, and a champion not be better on new rows.
+
+    The closed forms are what answers without an artifact, so one that loses to them would make answers worse.
 
     With a champion both are compared on the same rows, those recorded since it was trained, which neither saw (the
     challenger's predictions are out of fold): its mean absolute log error must not be larger than the champion's.
@@ -93,10 +95,10 @@ def judge_challenger(
             f"{'holds' if holds else 'does not hold'}"
         )
 
-    ours, roofline = metrics["predictor"]["mape"], metrics["roofline"]["mape"]
-    wins = ours is not None and roofline is not None and ours < roofline
+    ours, theirs = metrics["predictor"]["mape"], metrics["closed_form"]["mape"]
+    wins = ours is not None and theirs is not None and ours < theirs
     passed &= wins
-    reasons.append(f"MAPE {ours:.1%} {'beats' if wins else 'does not beat'} the roofline's {roofline:.1%}")
+    reasons.append(f"MAPE {ours:.1%} {'beats' if wins else 'does not beat'} the closed forms' {theirs:.1%}")
 
     if champion is not None:
         new = [i for i, seen in enumerate(snapshot.training) if seen.measurement.cell_id not in champion_cells]
@@ -105,8 +107,8 @@ def judge_challenger(
             return GateDecision(passed=False, reasons=(*reasons, f"no row is new since {name}"))
         fresh = [snapshot.training[number] for number in new]
         measured = np.array([seen.measurement.iteration_time_s for seen in fresh])
-        theirs = champion.predictor.predict([seen.row for seen in fresh], [seen.closed for seen in fresh])
-        champion_error = float(np.abs(np.log(measured / theirs.iteration_time_s)).mean())
+        known = champion.predictor.predict([seen.row for seen in fresh], [seen.closed for seen in fresh])
+        champion_error = float(np.abs(np.log(measured / known.iteration_time_s)).mean())
         challenger_error = float(np.abs(validation.cross_validations["configuration"].log_errors[new]).mean())
         not_worse = challenger_error <= champion_error
         passed &= not_worse

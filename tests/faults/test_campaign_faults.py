@@ -147,7 +147,7 @@ def test_ctrl_c_ends_with_130_and_leaves_whole_data_and_no_process(campaign: Cam
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group, workers included
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, err
-    assert "Traceback" not in err
+    assert "Traceback" not in err, err
     campaign.assert_nothing_is_left()
     assert_whole(campaign.data, cells=len(TimingsDataset(str(campaign.data)).recorded_cells()))
 

@@ -82,7 +82,7 @@ def test_too_few_rows_give_no_radius_and_no_coverage(measure) -> None:
 def test_a_held_out_model_is_scored_by_all_methods(measure) -> None:
     train, holdout = observe(measure()), observe(measure(models=("gpt2_mini",)))
     metrics = score_holdout(train, holdout)
-    assert set(metrics) == {"predictor", "precision_blind", "roofline"}
+    assert set(metrics) == {"predictor", "precision_blind", "roofline", "closed_form"}
     assert all(values["n"] == len(holdout) for values in metrics.values())
     # gpt2_mini's own factor is 1.05, within what the other models' factors span
     assert metrics["predictor"]["mape"] < 0.35

@@ -44,17 +44,17 @@ def validation(snapshot):
 def test_every_split_stands_beside_both_baselines(validation) -> None:
     assert set(validation.accuracy) == {"configuration", "leave-model-out", "holdout"}
     for methods in validation.accuracy.values():
-        assert set(methods) == {"predictor", "precision_blind", "roofline"}
+        assert set(methods) == {"predictor", "precision_blind", "roofline", "closed_form"}
     assert set(validation.radii) == {"known", "new model"}
 
 
-def test_a_first_artifact_passes_on_coverage_and_a_win_over_the_roofline(snapshot, validation) -> None:
+def test_a_first_artifact_passes_on_coverage_and_a_win_over_the_closed_forms(snapshot, validation) -> None:
     decision = judge_challenger(snapshot, validation, champion=None)
     assert decision.passed
-    assert "beats the roofline" in " ".join(decision.reasons)
+    assert "beats the closed forms" in " ".join(decision.reasons)
 
 
-def test_a_loss_to_the_roofline_or_broken_coverage_stops_it(snapshot, validation) -> None:
+def test_a_loss_to_the_closed_forms_or_broken_coverage_stops_it(snapshot, validation) -> None:
     worse = {
         split: {name: dict(values) for name, values in methods.items()}
         for split, methods in validation.accuracy.items()
@@ -115,7 +115,7 @@ def test_the_report_shows_no_figure_without_its_baselines(snapshot, validation) 
     for row in (
         "5-fold by configuration | predictor",
         "5-fold by configuration | precision-blind",
-        "5-fold by configuration | roofline only",
+        "5-fold by configuration | roofline x factor",
         "leave model out | predictor",
         "held-out models | predictor",
     ):
