@@ -1,13 +1,21 @@
 """A made-up machine for tests that measure nothing, and one Prefect server for those that run a flow."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from precision_time.flows.prefect_settings import prepare_prefect
 from precision_time.predictor.hardware import HardwareSpec
 from precision_time.storage.schema import Environment
 from precision_time.tasks.probe import ProbeReport
+
+# Before a test module imports Prefect: no tracking, none of this user's profiles, servers and databases.
+_prefect_home = tempfile.TemporaryDirectory(prefix="prefect-", ignore_cleanup_errors=True)
+os.environ["PREFECT_HOME"] = _prefect_home.name
+os.environ.pop("PREFECT_API_URL", None)
+prepare_prefect()
 
 
 @pytest.fixture(scope="session")
@@ -46,10 +54,6 @@ def probe(device: ProbeReport) -> Callable[[str], ProbeReport]:
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
     """Prefect's own test server, started once: it costs more than all of these tests."""
-    os.environ.pop("PREFECT_API_URL", None)
-    from precision_time.flows.prefect_settings import prepare_prefect
-
-    prepare_prefect()
     from prefect.testing.utilities import prefect_test_harness
 
     with prefect_test_harness(server_startup_timeout=120):
