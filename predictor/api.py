@@ -215,7 +215,7 @@ def predict_time(
 
     closed = solve_closed_form(setup)
     regime, radius, level, artifact_id, judged = _judge(setup, published, unpublished=unpublished)
-    if strict and (regime != "known" or artifact_id is None):
+    if strict and (regime != "known" or judged):
         raise OutOfDomainError(
             "the question is outside the training data",
             got=f"regime {regime!r}: {'; '.join(judged)}",

@@ -107,7 +107,7 @@ def test_an_unseen_model_gets_the_wider_interval_of_its_regime(registry) -> None
 
 def test_strict_refuses_what_the_artifact_never_saw(registry) -> None:
     predict_time("mlp", "fp32", batch_size=16, artifact=f"{registry}/default", strict=True)
-    for question in ({"model": "gpt2_mini"}, {"gpu": "T4"}, {"gpus": 8}):
+    for question in ({"model": "gpt2_mini"}, {"gpu": "T4"}, {"gpus": 8}, {"precision": "tf32"}, {"batch_size": 4096}):
         with pytest.raises(OutOfDomainError, match="outside the training data"):
             predict_time(
                 **({"model": "mlp", "precision": "fp32", "batch_size": 16} | question),
