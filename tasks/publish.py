@@ -21,9 +21,11 @@ _RECORDED_PACKAGES = ("precision-time", "numpy", "pyarrow", "xgboost-cpu")
 def find_champion(registry: str, reference: str) -> PublishedPredictor | None:
     """The artifact in use, or None before the first publication."""
     try:
-        return load_artifact(f"{registry.rstrip('/')}/{reference}")
+        # By version: an alias that was loaded once stays what it was for the life of this process.
+        name, version = Registry(registry).resolve(reference)
     except NotFoundError:
         return None
+    return load_artifact(f"{registry.rstrip('/')}/{name}@{version}")
 
 
 def is_trained_on(champion: PublishedPredictor, snapshot: Snapshot, *, holdout_models: tuple[str, ...]) -> bool:

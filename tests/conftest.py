@@ -1,6 +1,7 @@
 """Fixtures that several folders share: a made-up world whose timings are known, and a dataset of it."""
 
 import hashlib
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -148,3 +149,44 @@ def _record(url: str, measurements: Sequence[Measurement]) -> None:
 def record() -> Callable[[str, Sequence[Measurement]], None]:
     """Write measurements into the dataset at a URL as three equal steps of each rank."""
     return _record
+
+
+def _publish(url: str, measurements: Sequence[Measurement]) -> None:
+    from precision_time.predictor.artifact import pack_artifact
+    from precision_time.predictor.hierarchy import PARAMETERS, STAGE_FEATURES, HierarchicalPredictor, observe
+    from precision_time.storage.registry import Registry
+    from precision_time.storage.schema import ArtifactFile, ArtifactManifest
+
+    rows = observe(measurements)
+    predictor = HierarchicalPredictor.fit(rows).with_intervals({"known": 0.1, "new model": 0.5}, level=0.9)
+    cells = [seen.measurement.cell_id for seen in rows]
+    files = pack_artifact(predictor, workloads=[rows[0].setup.workload], hardware=[])
+    files["training.json"] = json.dumps({"cells": cells}).encode()
+
+    def describe(version: int, listed: tuple[ArtifactFile, ...]) -> ArtifactManifest:
+        return ArtifactManifest(
+            name="default",
+            version=version,
+            created_at="2026-01-01T00:00:00+00:00",
+            files=listed,
+            feature_names={stage: list(STAGE_FEATURES[stage]) for stage in predictor.forests},
+            hardware=list(predictor.domain.gpus),
+            default_gpu=predictor.domain.gpus[0],
+            precisions=list(predictor.domain.precisions),
+            training_data_sha256="0" * 64,
+            training_rows=len(rows),
+            training_configurations=len(rows),
+            holdout_models=[],
+            seed=0,
+            parameters=PARAMETERS,
+            accuracy={},
+            package_versions={},
+        )
+
+    Registry(url).publish("default", files, describe=describe)
+
+
+@pytest.fixture(scope="session")
+def publish_made_up() -> Callable[[str, Sequence[Measurement]], None]:
+    """Publish a predictor of measurements as the next version of ``default``, without gate or validation."""
+    return _publish

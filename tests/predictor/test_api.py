@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precision_time import predict_time
-from precision_time.predictor.artifact import load_artifact, pack_artifact
-from precision_time.predictor.hierarchy import PARAMETERS, STAGE_FEATURES, HierarchicalPredictor, observe
+from precision_time.predictor.artifact import load_artifact
 from precision_time.storage.errors import (
     InputError,
     IntegrityError,
@@ -19,8 +18,6 @@ from precision_time.storage.errors import (
     PrecisionUnsupportedError,
     UnknownNameError,
 )
-from precision_time.storage.registry import Registry
-from precision_time.storage.schema import ArtifactManifest
 
 
 @pytest.fixture(autouse=True)
@@ -33,34 +30,10 @@ def no_standing_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def registry(measure, tmp_path_factory) -> str:
+def registry(measure, publish_made_up, tmp_path_factory) -> str:
     """A registry with one published predictor, trained on the made-up world on an A100."""
     url = str(tmp_path_factory.mktemp("registry"))
-    rows = observe(measure())
-    predictor = HierarchicalPredictor.fit(rows).with_intervals({"known": 0.1, "new model": 0.5}, level=0.9)
-    files = pack_artifact(predictor, workloads=[seen.setup.workload for seen in rows[:1]], hardware=[])
-
-    def describe(version, listed):
-        return ArtifactManifest(
-            name="default",
-            version=version,
-            created_at="2026-01-01T00:00:00+00:00",
-            files=listed,
-            feature_names={stage: list(STAGE_FEATURES[stage]) for stage in predictor.forests},
-            hardware=list(predictor.domain.gpus),
-            default_gpu=predictor.domain.gpus[0],
-            precisions=list(predictor.domain.precisions),
-            training_data_sha256="0" * 64,
-            training_rows=len(rows),
-            training_configurations=len(rows),
-            holdout_models=[],
-            seed=0,
-            parameters=PARAMETERS,
-            accuracy={},
-            package_versions={},
-        )
-
-    Registry(url).publish("default", files, describe=describe)
+    publish_made_up(url, measure())
     return url
 
 
