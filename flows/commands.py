@@ -101,6 +101,8 @@ def retrain(
 
         say("training and validating on the recorded timings")
         result = run_retraining(spec)
+    for damaged in result.left_out:
+        say(f"left out {damaged}")
     if as_json:
         typer.echo(result.model_dump_json(indent=2))
     else:

@@ -14,6 +14,7 @@ from typing import IO
 from urllib.parse import urlsplit, urlunsplit
 
 from precision_time.storage.errors import InputError, PrecisionTimeError
+from precision_time.storage.filesystem import open_store
 
 __all__ = ["prefect_api", "prepare_prefect"]
 
@@ -63,6 +64,8 @@ def prefect_api() -> Iterator[None]:
         yield
         return
     # Nobody looks at the log of a server that ends with this process, and its last lines would come too late.
+    home = os.environ.get("PREFECT_HOME") or "~/.prefect"
+    open_store(home).check_writable()
     with _own_server() as url, _global_settings({"PREFECT_API_URL": url, "PREFECT_LOGGING_TO_API_ENABLED": "false"}):
         yield
 

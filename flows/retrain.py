@@ -101,6 +101,7 @@ def _conclude(
         status=status,
         artifact_id=artifact_id,
         reasons=reasons,
+        left_out=[f"{path}: {reason}" for path, reason in snapshot.problems],
         rows=len(snapshot.training),
         holdout_models=list(spec.holdout_models),
         training_data_sha256=snapshot.sha256,

@@ -74,7 +74,7 @@ class CampaignResult(BaseModel):
 class RetrainResult(BaseModel):
     """What a retraining did: ``artifact_id`` is the new version, or the champion that stays in use.
 
-    ``accuracy`` maps split -> method -> metric, as fractions and seconds.
+    ``accuracy`` maps split -> method -> metric, as fractions and seconds; ``left_out`` names damaged data.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -82,6 +82,7 @@ class RetrainResult(BaseModel):
     status: RetrainStatus
     artifact_id: str | None
     reasons: list[str]
+    left_out: list[str]
     rows: int
     holdout_models: list[str]
     training_data_sha256: str

@@ -1,6 +1,7 @@
 """predict_time: resolve the question, build one feature row, predict, and say how far to trust the answer."""
 
 import math
+import numbers
 import operator
 from typing import SupportsIndex
 
@@ -59,7 +60,11 @@ def _place_ranks(world_size: int, nodes: SupportsIndex | None, hardware: Hardwar
             got=f"{world_size} / {number}",
             expected="a whole number of GPUs per node",
         )
-    return number, None
+    crowded = world_size // number > hardware.gpus_per_node
+    return (
+        number,
+        f"{world_size // number} GPUs on a node, where {hardware.gpus_per_node} are usual" if crowded else None,
+    )
 
 
 def _plan_steps(
@@ -83,9 +88,12 @@ def _plan_steps(
         raise InputError(
             "epochs without the size of the data", got=f"epochs={epochs}", expected="dataset_size= in samples"
         )
-    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs <= _LARGEST_COUNT:
-        raise InputError("epochs is not usable", got=repr(epochs), expected="a positive number")
-    return math.ceil(epochs * per_epoch), per_epoch
+    number = float(epochs) if isinstance(epochs, numbers.Real) and not isinstance(epochs, bool) else math.nan
+    if not 0 < number <= _LARGEST_COUNT:
+        raise InputError(
+            "epochs is not usable", got=repr(epochs), expected=f"a number above 0, at most {_LARGEST_COUNT:.0e}"
+        )
+    return math.ceil(number * per_epoch), per_epoch
 
 
 def _explain(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) -> list[str]:
@@ -131,23 +139,14 @@ def _judge(
             "by the closed forms, whose interval is a rule of thumb"
         ]
         return regime, CLOSED_FORM_RADIUS, CLOSED_FORM_LEVEL, None, reasons
-    reasons = []
-    if setup.workload.name not in predictor.domain.models:
-        reasons.append(f"{artifact_id} never saw {setup.workload.name}; it knows {', '.join(predictor.domain.models)}")
-    elif regime == "beyond scale":
-        reasons.append(f"{artifact_id} saw at most {predictor.domain.max_world_size} ranks")
-    else:
-        low, high = predictor.domain.batch_sizes[setup.workload.name]
-        if not low <= setup.batch_size <= high:
-            reasons.append(f"batch {setup.batch_size} is outside the measured {low} to {high}")
-    if setup.precision.name not in predictor.domain.precisions:
-        reasons.append(f"{artifact_id} saw {', '.join(predictor.domain.precisions)}, never {setup.precision.name}")
-    radius = predictor.radii.get(regime)
-    if radius is None or reasons:
-        # Nothing was held out that resembles this question, so no narrower interval than the widest is justified.
-        radius = max([*predictor.radii.values(), *([CLOSED_FORM_RADIUS] if radius is None else [])])
-        reasons.append("the interval is the widest the artifact supports, not one calibrated for this question")
-    return regime, radius, predictor.level, artifact_id, reasons
+    gaps = predictor.domain.list_gaps(setup)
+    # The regime's own gap (the model, the scale) is what its radius was calibrated for; a further one is not.
+    calibrated = regime in predictor.radii and len(gaps) == (regime != "known")
+    reasons = [f"{artifact_id}: {gap}" for gap in gaps]
+    if calibrated:
+        return regime, predictor.radii[regime], predictor.level, artifact_id, reasons
+    reasons.append("no interval was calibrated for such a question: the widest at hand is given")
+    return regime, max([CLOSED_FORM_RADIUS, *predictor.radii.values()]), predictor.level, artifact_id, reasons
 
 
 def predict_time(

@@ -140,6 +140,7 @@ class TrainingDomain:
     gpus: tuple[str, ...]
     precisions: tuple[str, ...]
     max_world_size: int
+    max_accumulation_steps: int
     batch_sizes: dict[str, tuple[int, int]]
 
     @classmethod
@@ -155,8 +156,27 @@ class TrainingDomain:
             gpus=tuple(sorted({seen.setup.hardware.name for seen in observations})),
             precisions=tuple(sorted({seen.setup.precision.name for seen in observations})),
             max_world_size=max(seen.setup.world_size for seen in observations),
+            max_accumulation_steps=max(seen.setup.gradient_accumulation_steps for seen in observations),
             batch_sizes=batches,
         )
+
+    def list_gaps(self, setup: TrainingSetup) -> list[str]:
+        """In words, what of ``setup`` the training data never held; empty inside the domain."""
+        gaps = []
+        if setup.workload.name not in self.models:
+            gaps.append(f"{setup.workload.name} was never seen, only {', '.join(self.models)}")
+        elif (
+            not self.batch_sizes[setup.workload.name][0] <= setup.batch_size <= self.batch_sizes[setup.workload.name][1]
+        ):
+            low, high = self.batch_sizes[setup.workload.name]
+            gaps.append(f"batch {setup.batch_size} is outside the measured {low} to {high}")
+        if setup.world_size > self.max_world_size:
+            gaps.append(f"at most {self.max_world_size} ranks were measured")
+        if setup.precision.name not in self.precisions:
+            gaps.append(f"{setup.precision.name} was never measured, only {', '.join(self.precisions)}")
+        if setup.gradient_accumulation_steps > self.max_accumulation_steps:
+            gaps.append(f"at most {self.max_accumulation_steps} micro-steps in an iteration were measured")
+        return gaps
 
     def regime_of(self, setup: TrainingSetup) -> str:
         """How far ``setup`` is from the training data: one of ``REGIMES``."""
@@ -325,6 +345,7 @@ class HierarchicalPredictor:
             domain = TrainingDomain(
                 **{name: tuple(domain[name]) for name in ("models", "gpus", "precisions")},
                 max_world_size=int(domain["max_world_size"]),
+                max_accumulation_steps=int(domain["max_accumulation_steps"]),
                 batch_sizes={str(name): (int(low), int(high)) for name, (low, high) in domain["batch_sizes"].items()},
             )
             radii = {str(name): float(radius) for name, radius in described["radii"].items()}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from precision_time.storage.errors import UnknownNameError
+from precision_time.storage.errors import InputError, UnknownNameError
 
 __all__ = ["PRECISIONS", "SPELLINGS", "Precision", "parse_precision"]
 
@@ -52,9 +52,9 @@ PRECISIONS: dict[str, Precision] = {
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "fp32": (
         "fp32", "32", "32-true", "float32", "float", "single", "full", "no", "none", "fp32-strict", "torch.float32",
-        "fp32_strict", "o0",
+        "fp32_strict", "o0", "highest",
     ),
-    "tf32": ("tf32", "tensorfloat32", "tensorfloat-32", "tensor_float_32", "high", "fp32+tf32", "tf32-true"),
+    "tf32": ("tf32", "tensorfloat32", "tensorfloat-32", "tensor_float_32", "high", "medium", "fp32+tf32", "tf32-true"),
     "amp_fp16": (
         "amp_fp16", "16", "16-mixed", "mixed_fp16_fp32", "fp16-mixed", "mixed_fp16", "fp16_mixed", "mixed-fp16",
         "amp", "amp-fp16", "autocast-fp16", "mixed_float16", "fp16_fp32", "fp16-amp", "fp16_amp", "o1",
@@ -91,8 +91,10 @@ def parse_precision(text: str | int | Precision) -> Precision:
     """
     if isinstance(text, Precision):
         return text
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise InputError("not a precision", got=repr(text), expected="a name such as fp32 or bf16-mixed")
     folded = str(text).strip().casefold().replace(" ", "_")
-    for spelling in (folded, folded.replace("_", "-"), folded.replace("-", "_")):
+    for spelling in (folded, folded.replace("_", "-"), folded.replace("-", "_"), folded.replace("_", "")):
         if spelling in _BY_SPELLING:
             return PRECISIONS[_BY_SPELLING[spelling]]
     raise UnknownNameError("precision", str(text), _BY_SPELLING, fix=f"canonical names: {', '.join(PRECISIONS)}")

@@ -83,6 +83,8 @@ def find_workload(name: str, *, measured: Iterable[WorkloadFeatures] = ()) -> Wo
 
     Raises ``UnknownNameError`` with the nearest three names.
     """
+    if not isinstance(name, str):
+        raise InputError("not a model", got=repr(name), expected="a name")
     cards = known_workloads() | {card.name: card for card in measured}
     if name not in cards:
         raise UnknownNameError("model", name, cards, fix="name a known model, or measure yours in a campaign first")

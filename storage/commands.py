@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from precision_time.storage.errors import InputError, IntegrityError, PartialError, PrecisionTimeError
+from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, PartialError, PrecisionTimeError
 from precision_time.storage.registry import Registry, configured_registry_url
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ def verify_artifacts(
         references = [f"{name}@{version}" for name in registry.names() for version in registry.versions(name)]
     else:
         references = [reference]
+    if not references:
+        raise NotFoundError("nothing is published here", got=registry.url, expected="the URL or folder of a registry")
     problems: list[tuple[str, IntegrityError]] = []
     for one in references:
         try:
@@ -231,7 +233,12 @@ def _open_dataset(url: str) -> "TimingsDataset":
     # Here, so that `registry` and --help do not wait for pyarrow.
     from precision_time.storage.timings import TimingsDataset
 
-    return TimingsDataset(url)
+    dataset = TimingsDataset(url)
+    if dataset.is_empty():
+        raise NotFoundError(
+            "there is no dataset here", got=dataset.url, expected="the folder or URL of a campaign's data"
+        )
+    return dataset
 
 
 def _print_alias(name: str, alias: str, version: int, *, as_json: bool) -> None:

@@ -9,7 +9,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from precision_time.storage.errors import IntegrityError, NotFoundError, PrecisionTimeError, VersionExistsError
+from precision_time.storage.errors import (
+    IntegrityError,
+    NotFoundError,
+    PrecisionTimeError,
+    StorageError,
+    VersionExistsError,
+)
 from precision_time.storage.filesystem import Store, check_path, check_size, is_hidden, storage_error
 
 __all__ = ["LocalStore"]
@@ -23,6 +29,8 @@ class LocalStore(Store):
 
     def __init__(self, root: str | Path) -> None:
         self._root = os.path.abspath(root)
+        if os.path.exists(self._root) and not os.path.isdir(self._root):
+            raise StorageError("this is not a folder", got=self._root, expected="a folder, or a path to make one at")
         super().__init__(self._root)
 
     def read_bytes(self, path: str, *, max_bytes: int | None = None) -> bytes:
@@ -60,6 +68,20 @@ class LocalStore(Store):
             with _temporary(full, data) as temporary:
                 _link(temporary, full, otherwise=lambda: _create_in_place(full, data))
             _sync_folder(os.path.dirname(full))
+
+    def check_writable(self, *, required_bytes: int = 0) -> None:
+        """See ``Store``. Folders that the check had to make are removed again."""
+        missing = []
+        folder = self._root
+        while not os.path.lexists(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        try:
+            super().check_writable(required_bytes=required_bytes)
+        finally:
+            with contextlib.suppress(OSError):
+                for made in missing:
+                    os.rmdir(made)
 
     def list_files(self, prefix: str = "") -> list[str]:
         """See ``Store``. Links to folders are listed as files and not entered, so nothing beside the files hides."""

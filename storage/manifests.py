@@ -1,6 +1,7 @@
 """What may be published: names, references, sets of files, and the manifest that lists them."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -24,6 +25,7 @@ __all__ = [
     "pack_manifest",
     "parse_reference",
     "parse_version",
+    "seal_manifest",
     "unpack_manifest",
 ]
 
@@ -136,6 +138,16 @@ def pack_manifest(manifest: ArtifactManifest, *, name: str, version: int, files:
     return dump_json(manifest.model_dump(mode="json"))
 
 
+def seal_manifest(manifest: ArtifactManifest) -> ArtifactManifest:
+    """The manifest with the digest of its other fields, by which a damaged one is told from a sound one."""
+    return manifest.model_copy(update={"manifest_sha256": _digest(manifest)})
+
+
+def _digest(manifest: ArtifactManifest) -> str:
+    values = manifest.model_dump(mode="json", exclude={"manifest_sha256"})
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def unpack_manifest(data: bytes, *, where: str, name: str, version: int) -> ArtifactManifest:
     """The manifest at ``where``; raises ``IntegrityError`` if it is not one of ``name`` and ``version``."""
     _check_schema_version(parse_json(data, name=where), where)
@@ -148,6 +160,13 @@ def unpack_manifest(data: bytes, *, where: str, name: str, version: int) -> Arti
             got=f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}",
             expected="the fields of ArtifactManifest",
         ) from error
+    if manifest.manifest_sha256 != _digest(manifest):
+        raise IntegrityError(
+            f"{where} is not what was published",
+            got="other fields than its digest was made of",
+            expected=f"SHA-256 {manifest.manifest_sha256 or 'of its fields'}",
+            fix="publish the artifact again",
+        )
     if (manifest.name, manifest.version) != (name, version):
         raise IntegrityError(
             f"{where} belongs to another artifact", got=manifest.artifact_id, expected=f"{name}@{version}"

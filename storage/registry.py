@@ -30,6 +30,7 @@ from precision_time.storage.manifests import (
     pack_manifest,
     parse_reference,
     parse_version,
+    seal_manifest,
     unpack_manifest,
 )
 from precision_time.storage.schema import ArtifactFile, ArtifactManifest
@@ -75,7 +76,7 @@ class Registry:
         version = self._claim(name, version)
         folder = f"{name}/{version}"
         try:
-            manifest = describe(version, listed)
+            manifest = seal_manifest(describe(version, listed))
             document = pack_manifest(manifest, name=name, version=version, files=listed)
             for file in listed:
                 self._store.create_bytes(f"{folder}/{file.path}", files[file.path])

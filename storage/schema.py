@@ -6,7 +6,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -297,6 +297,8 @@ class ArtifactManifest(BaseModel):
     parameters: dict[str, float | int | str]
     accuracy: dict[str, dict[str, dict[str, float | None]]]
     package_versions: dict[str, str]
+    #: digest of all other fields; the registry fills it in when it publishes
+    manifest_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
 
     @property
     def artifact_id(self) -> str:

@@ -151,6 +151,10 @@ class TimingsDataset:
         names = (_CELL_FILE.fullmatch(path.rpartition("/")[2]) for path in self._list(_TIMINGS))
         return {match.group(1) for match in names if match}
 
+    def is_empty(self) -> bool:
+        """Whether nothing at all lies here: no timings, outcomes or cards."""
+        return not self._store.list_files()
+
     def next_attempt(self, cell_id: str) -> int:
         """One more than the highest attempt at ``cell_id`` with an outcome; 1 for a new cell."""
         matches = (_OUTCOME_FILE.fullmatch(path.rpartition("/")[2]) for path in self._list(_OUTCOMES))

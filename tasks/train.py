@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from precision_time.predictor.hardware import HardwareSpec
 from precision_time.predictor.hierarchy import HierarchicalPredictor, Observation, observe
 from precision_time.predictor.workload import WorkloadFeatures
-from precision_time.storage.errors import InputError, UnknownNameError
+from precision_time.storage.errors import InputError, IntegrityError, UnknownNameError
 from precision_time.storage.timings import TimingsDataset
 
-__all__ = ["Snapshot", "fit_predictor", "take_snapshot"]
+#: Four of five folds must leave the 9 rows from which an interval at 0.9 can be calibrated.
+FEWEST_CELLS = 12
+
+__all__ = ["FEWEST_CELLS", "Snapshot", "fit_predictor", "take_snapshot"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +53,34 @@ def take_snapshot(data: str, *, holdout_models: Sequence[str] = ()) -> Snapshot:
             )
     workloads = tuple(WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads"))
     hardware = tuple(HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware"))
-    observations = observe(measurements, workloads=workloads, hardware=hardware)
+    problems = tuple(dataset.problems)
+    try:
+        observations = observe(measurements, workloads=workloads, hardware=hardware)
+    except UnknownNameError as error:
+        if not problems:
+            raise
+        path, reason = problems[0]
+        raise IntegrityError(
+            "a card that the measurements need is damaged",
+            got=f"{path}: {reason}",
+            expected=error.expected,
+            fix="`precision-time data verify --set-aside`, then run the campaign again: it writes its cards anew",
+        ) from error
+    training = tuple(seen for seen in observations if seen.measurement.model not in holdout_models)
+    if len(training) < FEWEST_CELLS:
+        raise InputError(
+            "too few measured cells to train and validate on",
+            got=f"{len(training)} cells in {data}",
+            expected=f"at least {FEWEST_CELLS}, held-out models not counted",
+            fix="add cells to the campaign",
+        )
     return Snapshot(
-        training=tuple(seen for seen in observations if seen.measurement.model not in holdout_models),
+        training=training,
         holdout=tuple(seen for seen in observations if seen.measurement.model in holdout_models),
         workloads=workloads,
         hardware=hardware,
         sha256=dataset.snapshot_sha256(),
-        problems=tuple(dataset.problems),
+        problems=problems,
     )
 
 

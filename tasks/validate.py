@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from precision_time.predictor.accuracy import CrossValidation, cross_validate, score_holdout
 from precision_time.predictor.artifact import PublishedPredictor
@@ -51,7 +52,12 @@ def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Valida
     if snapshot.holdout:
         accuracy["holdout"] = score_holdout(rows, snapshot.holdout, seed=seed)
     regimes = {"known": "configuration", "new model": "leave-model-out", "new gpu": "leave-gpu-out"}
-    radii = {regime: done[split].radius() for regime, split in regimes.items() if split in done}
+    # An interval that does not hold on its own split is not given out: such questions get the widest one instead.
+    radii = {
+        regime: done[split].radius()
+        for regime, split in regimes.items()
+        if split in done and coverage_holds(accuracy[split], level=level)
+    }
     return Validation(
         accuracy=accuracy,
         cross_validations=done,
@@ -65,6 +71,22 @@ def chance_of_coverage(covered: int, rows: int, level: float) -> float:
     return math.fsum(math.comb(rows, k) * level**k * (1 - level) ** (rows - k) for k in range(covered + 1))
 
 
+def coverage_holds(metrics: dict[str, dict[str, float | None]], *, level: float) -> bool:
+    """Whether the coverage of a split's intervals is what chance allows at ``level``; False where it is not known."""
+    coverage, rows = metrics["predictor"]["coverage"], metrics["predictor"]["n"]
+    if coverage is None or rows is None:
+        return False
+    return chance_of_coverage(round(coverage * rows), round(rows), level) >= COVERAGE_SIGNIFICANCE
+
+
+def is_worse(errors: npt.NDArray[np.float64], than: npt.NDArray[np.float64]) -> bool:
+    """Whether paired absolute log ``errors`` are larger on average, by more than chance (one-sided, about 5 %)."""
+    difference = np.abs(errors) - np.abs(than)
+    if len(difference) < 2:
+        return bool(difference.mean() > 0)
+    return bool(difference.mean() > 1.645 * difference.std(ddof=1) / math.sqrt(len(difference)))
+
+
 def judge_challenger(
     snapshot: Snapshot,
     validation: Validation,
@@ -74,7 +96,8 @@ def judge_challenger(
 ) -> GateDecision:
     """The gate: coverage must hold, the closed forms be beaten, and a champion not be better on new rows.
 
-    The closed forms are what answers without an artifact, so one that loses to them would make answers worse.
+    The closed forms are what answers without an artifact, so one that loses to them would make answers worse; and it
+    must not be worse, by more than chance, than the roofline with one fitted factor.
 
     With a champion both are compared on the same rows, those recorded since it was trained, which neither saw (the
     challenger's predictions are out of fold): its mean absolute log error must not be larger than the champion's.
@@ -83,22 +106,23 @@ def judge_challenger(
     passed, reasons = True, []
 
     coverage, rows = metrics["predictor"]["coverage"], len(snapshot.training)
-    if coverage is None:
-        passed = False
-        reasons.append(f"{rows} rows are too few to check the interval at level {validation.level}")
-    else:
-        chance = chance_of_coverage(round(coverage * rows), rows, validation.level)
-        holds = chance >= COVERAGE_SIGNIFICANCE
-        passed &= holds
-        reasons.append(
-            f"coverage {coverage:.0%} of {rows} rows at level {validation.level:.0%} "
-            f"{'holds' if holds else 'does not hold'}"
-        )
+    holds = coverage_holds(metrics, level=validation.level)
+    passed &= holds
+    shown = "unknown: too few rows" if coverage is None else f"{coverage:.0%}"
+    reasons.append(
+        f"coverage {shown} of {rows} rows at level {validation.level:.0%} {'holds' if holds else 'does not hold'}"
+    )
 
     ours, theirs = metrics["predictor"]["mape"], metrics["closed_form"]["mape"]
     wins = ours is not None and theirs is not None and ours < theirs
     passed &= wins
     reasons.append(f"MAPE {ours:.1%} {'beats' if wins else 'does not beat'} the closed forms' {theirs:.1%}")
+
+    folds = validation.cross_validations["configuration"]
+    behind = is_worse(folds.log_errors, than=np.log(folds.measured_s / folds.predicted_s["roofline"]))
+    passed &= not behind
+    if behind:
+        reasons.append(f"it is worse than the roofline with one factor, {metrics['roofline']['mape']:.1%}")
 
     if champion is not None:
         new = [i for i, seen in enumerate(snapshot.training) if seen.measurement.cell_id not in champion_cells]

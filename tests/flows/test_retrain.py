@@ -91,6 +91,20 @@ def test_the_page_of_the_run_has_a_table_a_report_and_full_progress(first) -> No
     }
 
 
+def test_damaged_timings_are_named_and_too_few_cells_are_refused(tmp_path, measure, record) -> None:
+    from precision_time.flows.retrain import run_retraining
+
+    record(str(tmp_path / "timings"), measure(models=("mlp",)))
+    damaged = next((tmp_path / "timings").rglob("cell-*.parquet"))
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    with pytest.raises(InputError, match="11 cells"):
+        run_retraining(make_spec(tmp_path, holdout_models=[]))
+    record(str(tmp_path / "timings"), measure(models=("vit_tiny",)))
+    result = run_retraining(make_spec(tmp_path, holdout_models=[]))
+    assert result.rows == 23
+    assert [line for line in result.left_out if damaged.name in line]
+
+
 def test_no_data_and_an_unknown_model_to_hold_out_are_refused_before_the_run(folder, first, tmp_path) -> None:
     from precision_time.flows.retrain import run_retraining
 

@@ -76,11 +76,27 @@ def test_an_unseen_model_gets_the_wider_interval_of_its_regime(registry) -> None
     estimate = predict_time("gpt2_mini", "fp32", batch_size=16, artifact=f"{registry}/default")
     assert estimate.regime == "new model"
     assert math.log(estimate.high_s / estimate.iteration_time_s) == pytest.approx(0.5)
+    assert not any("widest" in reason for reason in estimate.reasons)
+
+
+@pytest.mark.parametrize("gap", [{"batch_size": 4096}, {"precision": "tf32"}, {"gradient_accumulation_steps": 8}])
+def test_a_question_that_no_split_resembles_gets_the_widest_interval_and_says_so(registry, gap: dict) -> None:
+    question = {"model": "mlp", "precision": "fp32", "batch_size": 16} | gap
+    estimate = predict_time(**question, artifact=f"{registry}/default")
+    assert math.log(estimate.high_s / estimate.iteration_time_s) == pytest.approx(math.log(2.5))
+    assert any("widest" in reason for reason in estimate.reasons)
 
 
 def test_strict_refuses_what_the_artifact_never_saw(registry) -> None:
     predict_time("mlp", "fp32", batch_size=16, artifact=f"{registry}/default", strict=True)
-    for question in ({"model": "gpt2_mini"}, {"gpu": "T4"}, {"gpus": 8}, {"precision": "tf32"}, {"batch_size": 4096}):
+    for question in (
+        {"model": "gpt2_mini"},
+        {"gpu": "T4"},
+        {"gpus": 8},
+        {"precision": "tf32"},
+        {"batch_size": 4096},
+        {"gradient_accumulation_steps": 2},
+    ):
         with pytest.raises(OutOfDomainError, match="outside the training data"):
             predict_time(
                 **({"model": "mlp", "precision": "fp32", "batch_size": 16} | question),
@@ -127,6 +143,7 @@ def test_job_totals_count_steps_or_epochs_and_multiply() -> None:
     assert by_steps.total_low_s == pytest.approx(1000 * by_steps.low_s)
     by_epochs = predict_time(**job, epochs=90, dataset_size=1_281_167)
     assert by_epochs.steps == 90 * math.ceil(1_281_167 / 2048)
+    assert predict_time(**job, epochs=np.int64(90), dataset_size=1_281_167).steps == by_epochs.steps
     assert by_epochs.epoch_time_s == pytest.approx(math.ceil(1_281_167 / 2048) * by_epochs.iteration_time_s)
     assert predict_time(**job).total_time_s is None
 
@@ -154,6 +171,10 @@ def test_job_totals_count_steps_or_epochs_and_multiply() -> None:
         ({"gpus": 8, "nodes": 3}, "8 / 3"),
         ({"gpus": 9}, "9 / 2 nodes"),
         ({"strategy": "zero3"}, "strategy"),
+        ({"model": None}, "model"),
+        ({"model": b"resnet50"}, "model"),
+        ({"precision": None}, "precision"),
+        ({"precision": True}, "precision"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused_by_name(job: dict, says: str) -> None:

@@ -12,7 +12,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from precision_time.storage.commands import data_app, registry_app
-from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, PartialError, PrecisionTimeError
+from precision_time.storage.errors import (
+    InputError,
+    IntegrityError,
+    NotFoundError,
+    PartialError,
+    PrecisionTimeError,
+    StorageError,
+)
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.registry import Registry
 from precision_time.storage.schema import CellOutcome, IterationTiming
@@ -177,9 +184,11 @@ def test_markup_in_a_name_is_shown_and_not_obeyed(tmp_path: Path, cell_rows: Row
     assert "[red]m[/red]" in run(data_app, "summary", dataset.url).stdout
 
 
-def test_a_dataset_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    assert "0 cells, 0 rows" in run(data_app, "summary", str(tmp_path / "nothing")).stdout
-    assert run(data_app, "verify", str(tmp_path / "nothing")).exception is None
+@pytest.mark.parametrize("command", ["summary", "verify"])
+def test_a_dataset_that_is_not_there_is_an_error_and_never_sound(tmp_path: Path, command: str) -> None:
+    assert isinstance(run(data_app, command, str(tmp_path / "nothing")).exception, NotFoundError)
+    (tmp_path / "campaign.yaml").write_text("name: x")
+    assert isinstance(run(data_app, command, str(tmp_path / "campaign.yaml")).exception, StorageError)
 
 
 def test_verify_names_damage_and_can_set_it_aside(dataset: TimingsDataset) -> None:

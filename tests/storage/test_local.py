@@ -11,6 +11,7 @@ import pytest
 from precision_time.storage.errors import (
     IntegrityError,
     NotFoundError,
+    StorageError,
     StorageFullError,
     StorageReadOnlyError,
     VersionExistsError,
@@ -238,3 +239,17 @@ def test_no_descriptor_is_left_open(local: Store) -> None:
         local.read_bytes("x")
         local.list_files()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_check_leaves_no_folder_that_was_not_there(tmp_path: Path) -> None:
+    LocalStore(tmp_path / "new" / "data").check_writable()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").mkdir()
+    LocalStore(tmp_path / "old").check_writable()
+    assert (tmp_path / "old").is_dir()
+
+
+def test_a_file_where_a_folder_belongs_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="not a folder"):
+        LocalStore(tmp_path / "file")

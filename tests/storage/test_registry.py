@@ -436,3 +436,19 @@ def test_a_config_file_that_makes_no_sense_is_refused_by_name(home: Path, data: 
     config(home).write_bytes(data)
     with pytest.raises(InputError, match=r"config\.toml"):
         configured_registry_url()
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path, publish) -> None:
+    registry = Registry(tmp_path)
+    publish(registry)
+    path = next(tmp_path.rglob("manifest.json"))
+    data, sound = path.read_bytes(), registry.manifest("demo@1")
+    for position in range(0, 8 * len(data), 37):
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        try:
+            read = registry.manifest("demo@1")
+        except IntegrityError:
+            continue
+        assert read == sound  # white space became other white space

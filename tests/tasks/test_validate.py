@@ -2,13 +2,21 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from precision_time.predictor.artifact import PublishedPredictor
 from precision_time.predictor.hierarchy import HierarchicalPredictor, observe
+from precision_time.tasks import validate
 from precision_time.tasks.report import write_report
 from precision_time.tasks.train import Snapshot
-from precision_time.tasks.validate import chance_of_coverage, judge_challenger, validate_predictor
+from precision_time.tasks.validate import (
+    chance_of_coverage,
+    coverage_holds,
+    is_worse,
+    judge_challenger,
+    validate_predictor,
+)
 
 
 class Manifest:
@@ -100,6 +108,28 @@ def test_no_new_row_means_nothing_to_publish(snapshot, validation, measure) -> N
     decision = judge_challenger(snapshot, validation, champion=publish(measure()), champion_cells=cells)
     assert not decision.passed
     assert "no row is new since default@7" in decision.reasons
+
+
+@pytest.mark.parametrize(("covered", "holds"), [(36, True), (30, True), (20, False), (0, False)])
+def test_coverage_holds_within_what_chance_allows(covered: int, holds: bool) -> None:
+    metrics = {"predictor": {"n": 36.0, "coverage": covered / 36}}
+    assert coverage_holds(metrics, level=0.9) is holds
+
+
+def test_an_interval_that_does_not_hold_on_its_split_is_not_given_out(snapshot, monkeypatch) -> None:
+    monkeypatch.setattr(validate, "coverage_holds", lambda metrics, level: metrics["predictor"]["coverage"] > 0.999)
+    radii = validate_predictor(snapshot, level=0.9, seed=0)
+    held = {split for split, methods in radii.accuracy.items() if (methods["predictor"]["coverage"] or 0) > 0.999}
+    assert set(radii.radii) == {{"configuration": "known", "leave-model-out": "new model"}[split] for split in held}
+    assert len(radii.radii) < 2
+
+
+def test_worse_by_more_than_chance_is_worse() -> None:
+    rng = np.random.default_rng(0)
+    small, large = rng.normal(0, 0.1, 50), rng.normal(0, 0.3, 50)
+    assert is_worse(large, than=small)
+    assert not is_worse(small, than=large)
+    assert not is_worse(small, than=rng.permutation(small))
 
 
 def test_chance_of_coverage_is_the_binomial_tail() -> None:
