@@ -1,14 +1,22 @@
 """predict_time: resolve the question, build one feature row, predict, and say how far to trust the answer."""
 
+import dataclasses
 import math
 import numbers
 import operator
+from pathlib import Path
 from typing import SupportsIndex
 
 from precision_time.predictor.artifact import PublishedPredictor, load_artifact, standing_artifact
 from precision_time.predictor.estimate import TimeEstimate
 from precision_time.predictor.features import ClosedForm, TrainingSetup, describe_setup, solve_closed_form
-from precision_time.predictor.hardware import HardwareSpec, check_precision, find_hardware
+from precision_time.predictor.hardware import (
+    HardwareSpec,
+    check_precision,
+    find_hardware,
+    load_hardware,
+    parse_bandwidth,
+)
 from precision_time.predictor.hierarchy import PredictedParts
 from precision_time.predictor.precision import Precision, parse_precision
 from precision_time.predictor.workload import find_workload
@@ -162,6 +170,8 @@ def predict_time(
     steps: int | None = None,
     epochs: float | None = None,
     dataset_size: int | None = None,
+    network_bandwidth: str | None = None,
+    hardware_file: str | Path | None = None,
     artifact: str | None = None,
     strict: bool = False,
 ) -> TimeEstimate:
@@ -169,9 +179,11 @@ def predict_time(
 
     ``precision`` in any common spelling (``mixed_fp16_fp32``, ``bf16-mixed``, ``tf32``, ...); ``batch_size`` is what
     one GPU takes in one micro-step, ``gpus`` the number of GPUs over all nodes, ``gpu`` the device's name (what was
-    assumed without one is said in ``reasons``). ``dataset_size`` counts samples. ``artifact`` names a published
-    predictor (``name@version`` with the registry's URL or folder before it); without one ``PRECISION_TIME_ARTIFACT``
-    and the configured registry are asked, and else the closed forms answer.
+    assumed without one is said in ``reasons``). ``dataset_size`` counts samples. ``network_bandwidth`` is that of one
+    node in one direction with its unit (``25 Gbit/s``); ``hardware_file`` describes devices that are not shipped, in
+    the form of ``predictor/data/gpus.toml``. ``artifact`` names a published predictor (``name@version`` with the
+    registry's URL or folder before it); without one ``PRECISION_TIME_ARTIFACT`` and the configured registry are asked,
+    and else the closed forms answer.
 
     Raises ``UnknownNameError`` (model, GPU, precision; with the nearest names), ``InputError`` for a number that
     makes no sense, ``PrecisionUnsupportedError`` when the device lacks the precision, ``IntegrityError`` for an
@@ -192,8 +204,11 @@ def predict_time(
             fix="no estimate is better than one for another strategy",
         )
     policy = parse_precision(precision)
-    hardware = find_hardware(gpu, measured=published.hardware if published else ())
+    described = list(load_hardware(hardware_file).values()) if hardware_file is not None else []
+    hardware = find_hardware(gpu, measured=[*(published.hardware if published else ()), *described])
     check_precision(hardware, policy)
+    if network_bandwidth is not None:
+        hardware = dataclasses.replace(hardware, network_bytes_per_s=parse_bandwidth(network_bandwidth))
     number_of_nodes, assumed = _place_ranks(world_size, nodes, hardware)
     if assumed:
         reasons.append(assumed)

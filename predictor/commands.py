@@ -1,6 +1,7 @@
 """Command line of the predictor: ``precision-time predict``."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,6 +20,12 @@ def predict(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the job.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Epochs of the job; needs --dataset-size.")] = None,
     dataset_size: Annotated[int | None, typer.Option(help="Samples in the data set.")] = None,
+    network_bandwidth: Annotated[
+        str | None, typer.Option(help="Network of one node, one direction, with its unit: '25 Gbit/s'.")
+    ] = None,
+    hardware_file: Annotated[
+        Path | None, typer.Option(help="TOML file of devices that are not shipped, in the form of gpus.toml.")
+    ] = None,
     artifact: Annotated[
         str | None, typer.Option(help="Published predictor: URL/name, URL/name@3, name@champion.")
     ] = None,
@@ -41,6 +48,8 @@ def predict(
         steps=steps,
         epochs=epochs,
         dataset_size=dataset_size,
+        network_bandwidth=network_bandwidth,
+        hardware_file=hardware_file,
         artifact=artifact,
         strict=strict,
     )

@@ -263,7 +263,12 @@ def find_hardware(name: str, *, measured: Iterable[HardwareSpec] = ()) -> Hardwa
     canonical = shipped.by_alias.get(key)
     if canonical is None:
         names = {*shipped.specs, *(spec.name for spec in own.values())}
-        raise UnknownNameError("GPU", str(name), names, fix="name a known device, or measure yours in a campaign")
+        raise UnknownNameError(
+            "GPU",
+            str(name),
+            names,
+            fix="name a known device, give yours in a hardware file, or measure it in a campaign",
+        )
     return own.get(_fold(canonical), shipped.specs[canonical])
 
 

@@ -201,6 +201,35 @@ def test_a_precision_the_device_lacks_is_refused_by_name() -> None:
         predict_time("resnet50", "bf16-mixed", batch_size=32, gpu="V100-SXM2-16GB")
 
 
+def test_the_network_between_nodes_decides_whether_a_second_node_pays() -> None:
+    def per_sample(network: str, gpus: int) -> float:
+        estimate = predict_time(
+            "bert_base", "amp_fp16", batch_size=4, gpus=gpus, gpu="V100-SXM2-16GB", network_bandwidth=network
+        )
+        return estimate.iteration_time_s / estimate.global_batch_size
+
+    assert per_sample("1 Gbit/s", 16) > per_sample("1 Gbit/s", 8)
+    assert per_sample("400 Gbit/s", 16) < per_sample("400 Gbit/s", 8)
+    with pytest.raises(InputError, match="25 Gbit/s"):
+        per_sample("25", 16)
+
+
+def test_a_device_of_ones_own_file_is_answered_for(tmp_path) -> None:
+    figures = {
+        "memory_bytes": 24_000_000_000, "memory_bytes_per_s": 1e12, "gpus_per_node": 4, "link_bytes_per_s": 31.5e9,
+        "network_bytes_per_s": 12.5e9, "all_reduce_latency_s": 50e-6, "launch_overhead_s": 6e-6,
+        "peak_flops_per_s.fp32": 40e12, "compute_capability": 9.0,
+    }  # fmt: skip
+    lines = [f'{name} = {{ value = {value}, source = "mine" }}' for name, value in figures.items()]
+    head = ["[sources]", 'mine = "measured by me"', '[hardware."My Card"]', 'kind = "gpu"', 'architecture = "new"']
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join([*head, 'link = "pcie4"', *lines]))
+    estimate = predict_time("resnet50", "fp32", batch_size=32, gpu="my card", hardware_file=file)
+    assert estimate.gpu == "My Card"
+    with pytest.raises(UnknownNameError):
+        predict_time("resnet50", "fp32", batch_size=32, gpu="my card")
+
+
 def test_numpy_integers_count_as_integers() -> None:
     estimate = predict_time("resnet50", "fp32", batch_size=np.int64(32), gpus=np.int32(2))
     assert estimate.global_batch_size == 64
