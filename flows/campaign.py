@@ -16,11 +16,11 @@ from rich.console import Console
 from precision_time.flows.artifacts import ProgressArtifact, publish_pages
 from precision_time.flows.cluster import Client, open_cluster
 from precision_time.flows.plan import CampaignPlan, PlannedCell, plan_campaign
-from precision_time.flows.progress import CampaignProgress, printable
+from precision_time.flows.progress import CampaignProgress
 from precision_time.flows.spec import CampaignSpec
 from precision_time.flows.summary import CampaignResult, markdown_report, read_grid, summarise, table_rows
 from precision_time.flows.terminal import print_plan, print_result, say
-from precision_time.storage.errors import StorageError
+from precision_time.storage.errors import StorageError, printable
 from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.job import CellReceipt, MeasurementLimits

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from precision_time.flows.spec import CampaignSpec
+from precision_time.predictor.features import TrainingSetup, solve_closed_form
 from precision_time.predictor.hardware import HardwareSpec
-from precision_time.predictor.overlap import estimate_overlap
 from precision_time.predictor.precision import PRECISIONS, parse_precision
-from precision_time.predictor.roofline import estimate_compute
 from precision_time.predictor.workload import WorkloadFeatures, find_workload
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
 from precision_time.storage.schema import GridCell
@@ -197,13 +196,17 @@ class _CellEstimate:
         workload = self._workload(cell.model)
         if workload is None:
             return math.inf
-        precision = parse_precision(cell.precision)
-        compute = estimate_compute(workload, self.hardware, precision, batch_size=cell.per_gpu_batch_size)
-        overlap = estimate_overlap(
-            workload, self.hardware, precision, backward_s=compute.backward_s, ranks=cell.world_size, nodes=cell.nodes
+        setup = TrainingSetup(
+            workload=workload,
+            hardware=self.hardware,
+            precision=parse_precision(cell.precision),
+            world_size=cell.world_size,
+            nodes=cell.nodes,
+            batch_size=cell.per_gpu_batch_size,
+            gradient_accumulation_steps=cell.gradient_accumulation_steps,
+            strategy=cell.strategy,
         )
-        micro_step_s = compute.forward_s + compute.backward_s
-        return cell.gradient_accumulation_steps * micro_step_s + compute.optimizer_s + overlap.exposed_communication_s
+        return solve_closed_form(setup).iteration_time_s
 
     def _workload(self, model: str) -> WorkloadFeatures | None:
         """The card of ``model``; None for one of the user's own that was never measured here: it gets the cap."""

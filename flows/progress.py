@@ -11,19 +11,15 @@ from rich.text import Text
 
 from precision_time.flows.plan import CampaignPlan, PlannedCell
 from precision_time.predictor.estimate import format_duration
+from precision_time.storage.errors import printable
 from precision_time.storage.schema import CellOutcome
 
-__all__ = ["CampaignProgress", "printable"]
+__all__ = ["CampaignProgress"]
 
 #: a log must say that a long cell is alive, and a tool that reads it must not wait longer
 LINE_EVERY_S = 30.0
 #: weight of the newest cell in the running ratio of taken to estimated time
 NEWEST = 0.3
-
-
-def printable(text: str) -> str:
-    """``text`` with newlines and escape codes spelled out: messages of ranks hold names from anywhere."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class CampaignProgress:

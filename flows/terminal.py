@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from precision_time.flows.plan import CampaignPlan
-from precision_time.flows.progress import printable
 from precision_time.flows.summary import CampaignResult, RetrainResult, read_grid, table_rows
 from precision_time.predictor.estimate import format_duration
+from precision_time.storage.errors import printable
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probe import ProbeReport
 from precision_time.tasks.report import readable_accuracy

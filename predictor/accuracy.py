@@ -66,31 +66,32 @@ class CrossValidation:
     folds: npt.NDArray[np.int64]
     level: float
 
-    @property
-    def log_errors(self) -> npt.NDArray[np.float64]:
-        """log(measured / predicted) of the predictor, shape (rows,): what intervals are calibrated on."""
-        return np.log(self.measured_s / self.predicted_s["predictor"])
+    def log_errors(self, method: str = "predictor") -> npt.NDArray[np.float64]:
+        """log(measured / predicted) of a method, shape (rows,); the predictor's calibrate the intervals."""
+        return np.log(self.measured_s / self.predicted_s[method])
 
     def radius(self) -> float | None:
         """The interval radius this split supports at ``level``; None with too few rows."""
         if len(self.measured_s) < fewest_rows(self.level):
             return None
-        return conformal_radius(list(self.log_errors), level=self.level)
+        return conformal_radius(list(self.log_errors()), level=self.level)
 
     def metrics(self) -> dict[str, dict[str, float | None]]:
         """Metrics by method; coverage of the predictor uses radii from the other folds only."""
-        result = {method: score(values, self.measured_s) for method, values in self.predicted_s.items()}
-        result["predictor"] = score(self.predicted_s["predictor"], self.measured_s, covered=self._covered())
-        return result
+        return {
+            method: score(values, self.measured_s, covered=self._covered() if method == "predictor" else None)
+            for method, values in self.predicted_s.items()
+        }
 
     def _covered(self) -> npt.NDArray[np.bool_] | None:
+        errors = self.log_errors()
         covered = np.zeros(len(self.folds), dtype=np.bool_)
         for fold in np.unique(self.folds):
-            others = self.log_errors[self.folds != fold]
+            others = errors[self.folds != fold]
             if len(others) < fewest_rows(self.level):
                 return None
             inside = self.folds == fold
-            covered[inside] = np.abs(self.log_errors[inside]) <= conformal_radius(list(others), level=self.level)
+            covered[inside] = np.abs(errors[inside]) <= conformal_radius(list(others), level=self.level)
         return covered
 
 

@@ -68,11 +68,10 @@ def _place_ranks(world_size: int, nodes: SupportsIndex | None, hardware: Hardwar
             got=f"{world_size} / {number}",
             expected="a whole number of GPUs per node",
         )
-    crowded = world_size // number > hardware.gpus_per_node
-    return (
-        number,
-        f"{world_size // number} GPUs on a node, where {hardware.gpus_per_node} are usual" if crowded else None,
-    )
+    per_node = world_size // number
+    if per_node > hardware.gpus_per_node:
+        return number, f"{per_node} GPUs on a node, where {hardware.gpus_per_node} are usual"
+    return number, None
 
 
 def _plan_steps(
@@ -113,18 +112,7 @@ def _explain(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) 
             "precision gains little; a larger batch or compilation helps"
         )
     if setup.precision.name != "fp32":
-        fp32 = solve_closed_form(
-            TrainingSetup(
-                workload=setup.workload,
-                hardware=setup.hardware,
-                precision=parse_precision("fp32"),
-                world_size=setup.world_size,
-                nodes=setup.nodes,
-                batch_size=setup.batch_size,
-                gradient_accumulation_steps=setup.gradient_accumulation_steps,
-                strategy=setup.strategy,
-            )
-        )
+        fp32 = solve_closed_form(dataclasses.replace(setup, precision=parse_precision("fp32")))
         gain = fp32.iteration_time_s / closed.iteration_time_s
         reasons.append(f"by the closed forms {setup.precision.name} is {gain:.2f} times as fast as fp32 here")
     if exposed_share > 0.1:

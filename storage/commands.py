@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, PartialError, PrecisionTimeError
+from precision_time.storage.errors import (
+    InputError,
+    IntegrityError,
+    NotFoundError,
+    PartialError,
+    PrecisionTimeError,
+    printable,
+)
 from precision_time.storage.registry import Registry, configured_registry_url
 
 if TYPE_CHECKING:
@@ -54,7 +61,7 @@ def list_artifacts(url: Url = None, as_json: AsJson = False) -> None:
     elif rows:
         _print_table(list(rows[0]), (row.values() for row in rows))
     else:
-        typer.echo(f"nothing is published in {_printable(registry.url)}")
+        typer.echo(f"nothing is published in {printable(registry.url)}")
 
 
 @registry_app.command("show")
@@ -103,7 +110,7 @@ def verify_artifacts(
         _print_json([{"artifact": one, "sound": one not in broken, "problem": broken.get(one)} for one in references])
     else:
         for one in references:
-            typer.echo(f"{one}: {_printable(broken.get(one, 'sound'))}")
+            typer.echo(f"{one}: {printable(broken.get(one, 'sound'))}")
     if len(problems) == 1:
         raise problems[0][1]
     if problems:
@@ -206,9 +213,9 @@ def verify_data(
             }
         )
     else:
-        typer.echo(f"{_printable(timings.url)}: {len(timings.recorded_cells())} cells, {len(problems)} problems")
+        typer.echo(f"{printable(timings.url)}: {len(timings.recorded_cells())} cells, {len(problems)} problems")
         for path, reason in problems:
-            typer.echo(f"{_printable(path)}: {_printable(reason)}")
+            typer.echo(f"{printable(path)}: {printable(reason)}")
     if problems:
         kind: type[PrecisionTimeError] = IntegrityError if strict else PartialError
         raise kind(
@@ -260,7 +267,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> No
 
     table = Table(*columns, box=SIMPLE_HEAD)
     for row in rows:
-        table.add_row(*(Text(_printable(_text(cell) or "")) for cell in row))
+        table.add_row(*(Text(printable(_text(cell) or "")) for cell in row))
     if table.row_count:
         # Into a file nothing is cut to the width of a terminal that is not there.
         Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
@@ -268,15 +275,10 @@ def _print_table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> No
 
 def _warn(problems: Iterable[tuple[str, str]]) -> None:
     for path, reason in problems:
-        typer.echo(f"left out {_printable(path)}: {_printable(reason)}", err=True)
+        typer.echo(f"left out {printable(path)}: {printable(reason)}", err=True)
 
 
 def _text(value: object) -> str | None:
     if value is None:
         return None
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _printable(text: str) -> str:
-    """Names come from files: a newline or an escape code must not reach the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

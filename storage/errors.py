@@ -18,6 +18,7 @@ __all__ = [
     "UnknownNameError",
     "VersionExistsError",
     "nearest",
+    "printable",
 ]
 
 
@@ -28,6 +29,14 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
         folded.setdefault(candidate.casefold(), candidate)
     close = difflib.get_close_matches(name.casefold(), folded, n=count, cutoff=0.0)
     return [folded[match] for match in close]
+
+
+def printable(text: str) -> str:
+    """``text`` with newlines and escape codes spelled out.
+
+    Names come from files, users and ranks, and must not drive a terminal or break a log.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class PrecisionTimeError(Exception):
@@ -57,9 +66,7 @@ class PrecisionTimeError(Exception):
             parts.append(f"expected: {self.expected}")
         if self.fix is not None:
             parts.append(f"fix: {self.fix}")
-        # Names come from files and users: a newline or an escape code must not reach a log or a terminal.
-        text = "; ".join(parts)
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+        return printable("; ".join(parts))
 
     def __str__(self) -> str:
         return self.message

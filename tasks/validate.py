@@ -37,7 +37,7 @@ class GateDecision:
 
 
 def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Validation:
-    """Every split the training rows allow, and the held-out models, each with both baselines.
+    """Every split the training rows allow, and the held-out models, each with its baselines.
 
     5-fold over configurations always; leave-model-out and leave-GPU-out where there are two or more to leave out.
     """
@@ -119,7 +119,7 @@ def judge_challenger(
     reasons.append(f"MAPE {ours:.1%} {'beats' if wins else 'does not beat'} the closed forms' {theirs:.1%}")
 
     folds = validation.cross_validations["configuration"]
-    behind = is_worse(folds.log_errors, than=np.log(folds.measured_s / folds.predicted_s["roofline"]))
+    behind = is_worse(folds.log_errors(), than=folds.log_errors("roofline"))
     passed &= not behind
     if behind:
         reasons.append(f"it is worse than the roofline with one factor, {metrics['roofline']['mape']:.1%}")
@@ -133,7 +133,7 @@ def judge_challenger(
         measured = np.array([seen.measurement.iteration_time_s for seen in fresh])
         known = champion.predictor.predict([seen.row for seen in fresh], [seen.closed for seen in fresh])
         champion_error = float(np.abs(np.log(measured / known.iteration_time_s)).mean())
-        challenger_error = float(np.abs(validation.cross_validations["configuration"].log_errors[new]).mean())
+        challenger_error = float(np.abs(folds.log_errors()[new]).mean())
         not_worse = challenger_error <= champion_error
         passed &= not_worse
         reasons.append(

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from precision_time.flows.plan import CampaignPlan, PlannedCell, plan_campaign
-from precision_time.flows.progress import CampaignProgress, printable
+from precision_time.flows.progress import CampaignProgress
 from precision_time.flows.spec import CampaignSpec
 from precision_time.flows.summary import CampaignResult, FailedCell, grid_rows, markdown_report, summarise
-from precision_time.storage.errors import InputError, PrecisionUnsupportedError, StorageError, StorageFullError
+from precision_time.storage.errors import (
+    InputError,
+    PrecisionUnsupportedError,
+    StorageError,
+    StorageFullError,
+    printable,
+)
 from precision_time.storage.schema import CellOutcome, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probe import ProbeReport
