@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from precision_time.flows.spec import CampaignSpec
-from precision_time.predictor.features import TrainingSetup, solve_closed_form
+from precision_time.predictor.closed_form import TrainingSetup, solve_closed_form
 from precision_time.predictor.hardware import HardwareSpec
 from precision_time.predictor.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workload import WorkloadFeatures, find_workload

@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.hierarchy import HierarchicalPredictor, Observation
+from precision_time.predictor.features import Query
+from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.intervals import conformal_radius, fewest_rows
+from precision_time.predictor.metrics import Metrics, score
+from precision_time.predictor.observations import Observation
 from precision_time.predictor.precision import parse_precision
 from precision_time.predictor.splits import split_by_group
-from precision_time.storage.errors import InputError
 from precision_time.storage.schema import Measurement
 
-__all__ = ["METHODS", "SPLITS", "CrossValidation", "cross_validate", "score", "score_holdout"]
+__all__ = ["METHODS", "SPLITS", "CrossValidation", "cross_validate", "score_holdout"]
 
 #: What a fold holds out together, by split.
 SPLITS: dict[str, Callable[[Measurement], Hashable]] = {
@@ -23,37 +25,6 @@ SPLITS: dict[str, Callable[[Measurement], Hashable]] = {
 }
 METHODS = ("predictor", "precision_blind", "roofline", "closed_form")
 FOLDS = {"configuration": 5, "leave-model-out": 10, "leave-gpu-out": 10}
-
-
-def score(
-    predicted_s: npt.ArrayLike, measured_s: npt.ArrayLike, *, covered: npt.ArrayLike | None = None
-) -> dict[str, float | None]:
-    """Error metrics of predicted against measured seconds, each of shape (rows,); fractions, not percentages.
-
-    ``mape`` is the mean of abs(predicted - measured) / measured, ``median_ape`` and ``p90_ape`` its median and 90th
-    percentile, ``within_10`` and ``within_25`` the shares of rows inside that error, ``bias`` the mean log ratio
-    (positive: predicted too slow) as a factor minus one, ``rmse_s`` in seconds, ``coverage`` the share of
-    measurements inside their interval.
-    """
-    predicted, measured = np.asarray(predicted_s, np.float64), np.asarray(measured_s, np.float64)
-    if predicted.shape != measured.shape or not predicted.size:
-        raise InputError(
-            "nothing to score",
-            got=f"{predicted.shape} predictions for {measured.shape} measurements",
-            expected="one prediction a measurement, at least one",
-        )
-    error = np.abs(predicted - measured) / measured
-    return {
-        "n": float(len(error)),
-        "mape": float(error.mean()),
-        "median_ape": float(np.median(error)),
-        "p90_ape": float(np.quantile(error, 0.9)),
-        "within_10": float((error <= 0.10).mean()),
-        "within_25": float((error <= 0.25).mean()),
-        "bias": float(np.expm1(np.log(predicted / measured).mean())),
-        "rmse_s": float(np.sqrt(np.square(predicted - measured).mean())),
-        "coverage": None if covered is None else float(np.asarray(covered, np.float64).mean()),
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +47,7 @@ class CrossValidation:
             return None
         return conformal_radius(list(self.log_errors()), level=self.level)
 
-    def metrics(self) -> dict[str, dict[str, float | None]]:
+    def metrics(self) -> dict[str, Metrics]:
         """Metrics by method; coverage of the predictor uses radii from the other folds only."""
         return {
             method: score(values, self.measured_s, covered=self._covered() if method == "predictor" else None)
@@ -96,7 +67,7 @@ class CrossValidation:
 
 
 def _predict_rows(predictor: HierarchicalPredictor, rows: Sequence[Observation]) -> npt.NDArray[np.float64]:
-    return predictor.predict([seen.row for seen in rows], [seen.closed for seen in rows]).iteration_time_s
+    return predictor.predict([seen.query for seen in rows]).iteration_time_s
 
 
 def _closed_times(rows: Sequence[Observation]) -> npt.NDArray[np.float64]:
@@ -110,7 +81,7 @@ def _measured_times(rows: Sequence[Observation]) -> npt.NDArray[np.float64]:
 def _blind(rows: Sequence[Observation]) -> list[Observation]:
     """The same measurements described without their precision: every one as fp32."""
     fp32 = parse_precision("fp32")
-    return [Observation.of(seen.measurement, replace(seen.setup, precision=fp32)) for seen in rows]
+    return [replace(seen, query=Query.of(replace(seen.setup, precision=fp32))) for seen in rows]
 
 
 def _methods(
@@ -152,9 +123,7 @@ def cross_validate(
     )
 
 
-def score_holdout(
-    train: Sequence[Observation], holdout: Sequence[Observation], *, seed: int = 0
-) -> dict[str, dict[str, float | None]]:
+def score_holdout(train: Sequence[Observation], holdout: Sequence[Observation], *, seed: int = 0) -> dict[str, Metrics]:
     """Metrics by method on ``holdout`` after training on ``train`` alone."""
     measured = _measured_times(holdout)
     return {method: score(values, measured) for method, values in _methods(train, holdout, seed=seed).items()}

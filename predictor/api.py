@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import SupportsIndex
 
 from precision_time.predictor.artifact import PublishedPredictor, load_artifact, standing_artifact
+from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, solve_closed_form
 from precision_time.predictor.estimate import TimeEstimate
-from precision_time.predictor.features import ClosedForm, TrainingSetup, describe_setup, solve_closed_form
+from precision_time.predictor.features import Query
 from precision_time.predictor.hardware import (
     HardwareSpec,
     check_precision,
@@ -215,7 +216,8 @@ def predict_time(
         steps=steps, epochs=epochs, dataset_size=dataset_size, global_batch_size=global_batch_size
     )
 
-    closed = solve_closed_form(setup)
+    query = Query.of(setup)
+    closed = query.closed
     regime, radius, level, artifact_id, judged = _judge(setup, published, unpublished=unpublished)
     if strict and (regime != "known" or judged):
         raise OutOfDomainError(
@@ -225,7 +227,7 @@ def predict_time(
             fix="measure it in a campaign, or leave strict out",
         )
     if published is not None and artifact_id is not None:
-        parts = published.predictor.predict([describe_setup(setup, closed)], [closed])
+        parts = published.predictor.predict([query])
         compute, communication, exposed = _first(parts)
     else:
         compute, communication, exposed = (

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from precision_time.predictor.cards import find_family
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError
 
@@ -234,9 +235,12 @@ def count_workload(
             got=f"{flops:g} forward FLOPs per sample",
             expected="matrix products, convolutions or attention over the batch",
         )
+    listed = find_family(name)
     return WorkloadFeatures(
         name=name,
         family=family,
+        kind=listed.kind if listed else "",
+        network=listed.canonical if listed else "",
         task_input=task_input,
         optimizer=optimizer,
         params=sum(parameter.numel() for parameter in trained),

@@ -3,17 +3,18 @@
 import functools
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from precision_time.predictor.catalogue import Catalogue, check_fields, fold_name, parse_catalogue
 from precision_time.predictor.precision import FORMAT_BYTES, PRECISIONS, Precision
 from precision_time.storage.errors import InputError, NotFoundError, PrecisionUnsupportedError, UnknownNameError
 
 __all__ = [
+    "ACHIEVED_OVER_PEAK",
     "LINKS",
     "HardwareSpec",
     "check_precision",
@@ -39,6 +40,9 @@ LINKS = (
     "shared-memory",
 )
 
+#: The most that a measured rate may exceed the nominal one by: clocks differ a little, a sparse figure differs twofold.
+ACHIEVED_OVER_PEAK = 1.05
+
 _POSITIVE_NUMBERS = (
     "memory_bytes_per_s",
     "link_bytes_per_s",
@@ -47,6 +51,9 @@ _POSITIVE_NUMBERS = (
     "launch_overhead_s",
 )
 _POSITIVE_INTEGERS = ("memory_bytes", "gpus_per_node")
+#: Nothing where no public source tells the figure.
+_OPTIONAL_NUMBERS = ("boost_clock_hz", "power_w", "achieved_memory_bytes_per_s")
+_OPTIONAL_INTEGERS = ("nvlink_domain", "sm_count", "l2_bytes")
 _TEXTS = ("kind", "architecture", "link")
 
 
@@ -62,6 +69,12 @@ class HardwareSpec:
     accumulate in fp32; a format that is absent is not supported in hardware. ``link_bytes_per_s`` is of one device
     inside a node, ``network_bytes_per_s`` of a whole node, ``all_reduce_latency_s`` the size-independent part of an
     all-reduce over two devices of a node, ``launch_overhead_s`` what the host spends on one eager operation.
+
+    ``chip`` is the silicon, which sister parts share (``GA100``; empty for a CPU). ``nvlink_domain`` is how many GPUs
+    share NVLink where racks join nodes by it; None means those of one node. ``achieved_flops_per_s`` are rates of
+    large matrix products by format and ``achieved_memory_bytes_per_s`` that of copies, where somebody measured them;
+    they are of one card at its own power and clocks. A file whose achieved rate is above ``ACHIEVED_OVER_PEAK`` of the
+    nominal one is refused.
 
     Raises ``InputError`` for a value that is not positive and finite, or a kind, link or format that is not known.
     """
@@ -79,156 +92,104 @@ class HardwareSpec:
     network_bytes_per_s: float
     all_reduce_latency_s: float
     launch_overhead_s: float
+    chip: str = ""
+    nvlink_domain: int | None = None
+    sm_count: int | None = None
+    boost_clock_hz: float | None = None
+    l2_bytes: int | None = None
+    power_w: float | None = None
+    achieved_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    achieved_memory_bytes_per_s: float | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("name", *_TEXTS):
-            value = getattr(self, field)
+        for name in ("name", *_TEXTS):
+            value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise self._refuse(field, value, "a text that is not empty")
-        if not isinstance(self.note, str):
-            raise self._refuse("note", self.note, "a text")
+                raise self._refuse(name, value, "a text that is not empty")
+        for name in ("chip", "note"):
+            if not isinstance(getattr(self, name), str):
+                raise self._refuse(name, getattr(self, name), "a text")
         if self.kind not in ("gpu", "cpu"):
             raise self._refuse("kind", self.kind, "gpu or cpu")
         if self.link not in LINKS:
             raise self._refuse("link", self.link, f"one of {', '.join(LINKS)}")
-        for field in _POSITIVE_NUMBERS:
-            if not _is_positive(getattr(self, field)):
-                raise self._refuse(field, getattr(self, field), "a positive finite number")
-        for field in _POSITIVE_INTEGERS:
-            if not _is_positive(getattr(self, field)) or not isinstance(getattr(self, field), int):
-                raise self._refuse(field, getattr(self, field), "an integer of at least 1")
+        told = {name for name in (*_OPTIONAL_NUMBERS, *_OPTIONAL_INTEGERS) if getattr(self, name) is not None}
+        for name in (*_POSITIVE_NUMBERS, *(name for name in _OPTIONAL_NUMBERS if name in told)):
+            if not _is_positive(getattr(self, name)):
+                raise self._refuse(name, getattr(self, name), "a positive finite number")
+        for name in (*_POSITIVE_INTEGERS, *(name for name in _OPTIONAL_INTEGERS if name in told)):
+            if not _is_positive(getattr(self, name)) or not isinstance(getattr(self, name), int):
+                raise self._refuse(name, getattr(self, name), "an integer of at least 1")
         if self.kind == "gpu" and not _is_positive(self.compute_capability):
             raise self._refuse("compute_capability", self.compute_capability, "a number such as 8.0")
         if self.kind == "cpu" and self.compute_capability is not None:
             raise self._refuse("compute_capability", self.compute_capability, "nothing for a CPU")
-        self._check_peaks()
+        self._check_rates()
 
-    def _check_peaks(self) -> None:
-        peaks = self.peak_flops_per_s
-        if not isinstance(peaks, Mapping) or "fp32" not in peaks:
-            raise self._refuse("peak_flops_per_s", peaks, "FLOP/s by format, fp32 among them")
-        for unit, peak in peaks.items():
-            if unit not in FORMAT_BYTES:
-                raise self._refuse("peak_flops_per_s", unit, f"formats among {', '.join(FORMAT_BYTES)}")
-            if not _is_positive(peak):
-                raise self._refuse(f"peak_flops_per_s.{unit}", peak, "a positive finite number")
+    def _check_rates(self) -> None:
+        for name in ("peak_flops_per_s", "achieved_flops_per_s"):
+            rates = getattr(self, name)
+            if not isinstance(rates, Mapping) or (name == "peak_flops_per_s" and "fp32" not in rates):
+                raise self._refuse(name, rates, "FLOP/s by format, fp32 among the peaks")
+            for unit, rate in rates.items():
+                if unit not in FORMAT_BYTES:
+                    raise self._refuse(name, unit, f"formats among {', '.join(FORMAT_BYTES)}")
+                if not _is_positive(rate):
+                    raise self._refuse(f"{name}.{unit}", rate, "a positive finite number")
+
+    def _check_achieved(self) -> "HardwareSpec":
+        # Not of every object: whoever replaces the nominal rates in code need not know the measured ones.
+        pairs = [
+            (f"achieved_flops_per_s.{unit}", rate, self.peak_flops_per_s.get(unit, 0.0))
+            for unit, rate in self.achieved_flops_per_s.items()
+        ]
+        if self.achieved_memory_bytes_per_s is not None:
+            pairs.append(("achieved_memory_bytes_per_s", self.achieved_memory_bytes_per_s, self.memory_bytes_per_s))
+        for name, achieved, nominal in pairs:
+            if achieved > ACHIEVED_OVER_PEAK * nominal:
+                raise self._refuse(name, achieved, f"at most {ACHIEVED_OVER_PEAK} of the nominal {nominal:g}")
+        return self
 
     def _refuse(self, field: str, got: object, expected: str) -> InputError:
         return InputError(f"{field} of hardware {self.name!r} is not usable", got=repr(got), expected=expected)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"peak_flops_per_s": dict(self.peak_flops_per_s)}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "HardwareSpec":
-        """The inverse of ``to_dict``; raises ``InputError`` naming the fields that are missing or unknown."""
+        """The inverse of ``to_dict``; raises ``InputError`` naming the fields that are missing or unknown.
+
+        What has a default may be missing: files written before a field existed still load.
+        """
         name = str(values.get("name", "without a name"))
-        known = {field.name for field in fields(cls)}
-        _check_fields(values, known=known, required=known - {"note"}, where=f"hardware {name!r}")
-        return cls(**values)
+        required = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}
+        check_fields(values, known={item.name for item in fields(cls)}, required=required, where=f"hardware {name!r}")
+        return cls(**values)._check_achieved()
 
 
-def _check_fields(values: Mapping[str, Any], *, known: set[str], required: set[str], where: str) -> None:
-    unknown = sorted(values.keys() - known)
-    if unknown:
-        raise UnknownNameError("field", unknown[0], known, fix=f"correct it in {where}")
-    missing = sorted(required - values.keys())
-    if missing:
-        raise InputError(f"{where} is incomplete", got=f"no {', '.join(missing)}", expected=", ".join(sorted(required)))
-
-
-def _read_figure(cell: object, *, where: str, sources: Mapping[str, str]) -> tuple[Any, str]:
-    """The number and the source text of one ``{ value = ..., source = ... }``."""
-    if not isinstance(cell, Mapping) or set(cell) != {"value", "source"}:
-        raise InputError(f"{where} has no source", got=repr(cell), expected='{ value = 312e12, source = "data sheet" }',
-                         fix="say beside every number where it comes from")  # fmt: skip
-    source = cell["source"]
-    if not isinstance(source, str) or not source.strip():
-        raise InputError(
-            f"the source of {where} is not usable", got=repr(source), expected="a text or a key of [sources]"
-        )
-    return cell["value"], sources.get(source, source)
-
-
-def _read_entry(name: str, entry: object, *, sources: Mapping[str, str]) -> tuple[HardwareSpec, dict[str, str]]:
-    """One ``[hardware."..."]`` table as a specification, and the source of each of its figures by field."""
-    where = f"hardware {name!r}"
-    if not isinstance(entry, Mapping):
-        raise InputError(f"{where} is not usable", got=repr(entry), expected="a table of fields")
-    figures = {*_POSITIVE_NUMBERS, *_POSITIVE_INTEGERS}
-    required = {*figures, *_TEXTS, "peak_flops_per_s"} | (
-        {"compute_capability"} if entry.get("kind") == "gpu" else set()
-    )
-    _check_fields(entry, known=required | {"aliases", "note", "compute_capability"}, required=required, where=where)
-    values: dict[str, Any] = {field: entry[field] for field in _TEXTS}
-    values |= {"name": name, "note": entry.get("note", ""), "compute_capability": None}
-    origin: dict[str, str] = {}
-    for field in figures | (entry.keys() & {"compute_capability"}):
-        values[field], origin[field] = _read_figure(entry[field], where=f"{field} of {where}", sources=sources)
-    if not isinstance(entry["peak_flops_per_s"], Mapping):
-        raise InputError(f"peak_flops_per_s of {where} is not usable", got=repr(entry["peak_flops_per_s"]),
-                         expected="a table of formats")  # fmt: skip
-    peaks = values["peak_flops_per_s"] = {}
-    for unit, cell in entry["peak_flops_per_s"].items():
-        field = f"peak_flops_per_s.{unit}"
-        peaks[unit], origin[field] = _read_figure(cell, where=f"{field} of {where}", sources=sources)
-    return HardwareSpec(**values), origin
-
-
-@dataclass(frozen=True, slots=True)
-class _Catalogue:
-    specs: dict[str, HardwareSpec]
-    sources: dict[str, dict[str, str]]
-    by_alias: dict[str, str]
-
-
-def _fold(name: str) -> str:
-    """Letters and digits only, without the maker's words: ``NVIDIA A100-SXM4-80GB`` is ``a100sxm480gb``."""
-    words = re.findall(r"[a-z0-9]+", name.casefold())
-    return "".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "quadro"))
-
-
-def _parse_catalogue(text: str, *, where: str) -> _Catalogue:
-    try:
-        document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"{where} cannot be read", got=str(error), expected="a TOML file of hardware") from error
-    _check_fields(document, known={"sources", "hardware"}, required={"hardware"}, where=where)
-    sources = document.get("sources", {})
-    if not isinstance(sources, dict) or not isinstance(document["hardware"], dict):
-        raise InputError(f"{where} is not usable", expected='tables [sources] and [hardware."NAME"]')
-    catalogue = _Catalogue({}, {}, {})
-    for name, entry in document["hardware"].items():
-        catalogue.specs[name], catalogue.sources[name] = _read_entry(name, entry, sources=sources)
-        aliases = entry.get("aliases", [])
-        if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-            raise InputError(
-                f"aliases of hardware {name!r} are not usable", got=repr(aliases), expected="a list of texts"
-            )
-        for alias in (name, *aliases):
-            owner = catalogue.by_alias.setdefault(_fold(alias), name)
-            if owner != name:
-                raise InputError(f"{where} gives one name to two devices", got=repr(alias), expected=f"only {owner}")
-    return catalogue
+def _specify(catalogue: Catalogue) -> dict[str, HardwareSpec]:
+    return {name: HardwareSpec(**entry.values)._check_achieved() for name, entry in catalogue.entries.items()}
 
 
 @functools.cache
-def _shipped() -> _Catalogue:
+def _shipped() -> tuple[Catalogue, dict[str, HardwareSpec]]:
     text = resources.files("precision_time.predictor").joinpath("data/gpus.toml").read_text(encoding="utf-8")
-    return _parse_catalogue(text, where="predictor/data/gpus.toml")
+    catalogue = parse_catalogue(text, where="predictor/data/gpus.toml")
+    return catalogue, _specify(catalogue)
 
 
 def known_hardware() -> dict[str, HardwareSpec]:
     """The shipped devices by canonical name (``predictor/data/gpus.toml``)."""
-    return dict(_shipped().specs)
+    return dict(_shipped()[1])
 
 
 def hardware_sources(name: str) -> dict[str, str]:
     """Where each figure of the shipped device ``name`` comes from, by field (``peak_flops_per_s.fp16``, ...)."""
-    return dict(_shipped().sources[find_hardware(name).name])
+    return dict(_shipped()[0].entries[find_hardware(name).name].sources)
 
 
 def load_hardware(path: str | Path) -> dict[str, HardwareSpec]:
@@ -243,7 +204,7 @@ def load_hardware(path: str | Path) -> dict[str, HardwareSpec]:
         raise InputError(f"{path} cannot be read", got=str(error), expected="a TOML file in UTF-8") from error
     except OSError as error:
         raise NotFoundError("a hardware file cannot be read", got=f"{path}: {error.strerror}") from error
-    return _parse_catalogue(text, where=str(path)).specs
+    return _specify(parse_catalogue(text, where=str(path)))
 
 
 def find_hardware(name: str, *, measured: Iterable[HardwareSpec] = ()) -> HardwareSpec:
@@ -252,24 +213,24 @@ def find_hardware(name: str, *, measured: Iterable[HardwareSpec] = ()) -> Hardwa
     Case, blanks, dashes and the maker's name do not matter. ``cpu`` means the one measured CPU if there is exactly
     one, else the generic entry. Raises ``UnknownNameError`` with the nearest three names.
     """
-    own = {_fold(spec.name): spec for spec in measured}
-    shipped = _shipped()
-    key = _fold(str(name))
+    own = {fold_name(spec.name): spec for spec in measured}
+    catalogue, shipped = _shipped()
+    key = fold_name(str(name))
     if key == "cpu":
         measured_cpus = [spec for spec in own.values() if spec.kind == "cpu"]
-        return measured_cpus[0] if len(measured_cpus) == 1 else shipped.specs["cpu"]
+        return measured_cpus[0] if len(measured_cpus) == 1 else shipped["cpu"]
     if key in own:
         return own[key]
-    canonical = shipped.by_alias.get(key)
+    canonical = catalogue.names.get(key)
     if canonical is None:
-        names = {*shipped.specs, *(spec.name for spec in own.values())}
+        names = {*shipped, *(spec.name for spec in own.values())}
         raise UnknownNameError(
             "GPU",
             str(name),
             names,
             fix="name a known device, give yours in a hardware file, or measure it in a campaign",
         )
-    return own.get(_fold(canonical), shipped.specs[canonical])
+    return own.get(fold_name(canonical), shipped[canonical])
 
 
 #: What to offer for a policy that a device lacks, best first: the same range of numbers before the same width.

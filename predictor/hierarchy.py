@@ -1,48 +1,23 @@
 """HierarchicalPredictor: a compute model, a communication model, and an aggregator of the share that stays exposed."""
 
-import functools
 import json
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.features import (
-    ClosedForm,
-    TrainingSetup,
-    describe_setup,
-    feature_matrix,
-    solve_closed_form,
-)
-from precision_time.predictor.hardware import HardwareSpec, find_hardware
-from precision_time.predictor.precision import parse_precision
+from precision_time.predictor.domain import TrainingDomain
+from precision_time.predictor.features import SETUP_FEATURES, Query, feature_matrix
+from precision_time.predictor.observations import Observation
 from precision_time.predictor.splits import split_by_group
 from precision_time.predictor.trees import FlatForest, flatten_xgboost, forests_from_bytes, forests_to_bytes
-from precision_time.predictor.workload import WorkloadFeatures, find_workload
 from precision_time.storage.errors import InputError, IntegrityError
-from precision_time.storage.schema import Measurement
 
-__all__ = [
-    "REGIMES",
-    "STAGE_FEATURES",
-    "HierarchicalPredictor",
-    "Observation",
-    "PredictedParts",
-    "TrainingDomain",
-    "observe",
-]
+__all__ = ["STAGE_FEATURES", "HierarchicalPredictor", "PredictedParts"]
 
-REGIMES = ("known", "new gpu", "new model", "new model and gpu", "beyond scale")
-
-_COMPUTE = (
-    "log_closed_compute_s", "log_flops", "log_forward_bytes", "log_intensity", "log_params", "log_parameter_tensors",
-    "log_batch", "log_operations", "launch_bound", "convolution_share", "attention_share", "optimizer_share",
-    "log_peak_flops_per_s", "log_peak_over_fp32", "log_memory_bytes_per_s", "is_cpu", "compute_bytes",
-    "storage_bytes", "loss_scaling", "accumulation", "log_world_size",
-)  # fmt: skip
 _COMMUNICATION = (
     "log_closed_communication_s", "log_message_bytes", "bucket_count", "log_link_bytes_per_s", "log_world_size",
     "log_nodes", "is_cpu", "log_compute_s",
@@ -55,7 +30,7 @@ _EXPOSED = (
 #: The columns each stage reads. ``log_compute_s`` and ``log_communication_over_compute`` are stacked: predictions of
 #: the stages before, out of fold during training.
 STAGE_FEATURES: dict[str, tuple[str, ...]] = {
-    "compute": _COMPUTE,
+    "compute": SETUP_FEATURES,
     "communication": _COMMUNICATION,
     "exposed": _EXPOSED,
 }
@@ -77,116 +52,6 @@ PARAMETERS: dict[str, float | int | str] = {
     "nthread": 1,
 }
 STACK_FOLDS = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """A measurement joined with its setup, closed form and feature row: what fitting and scoring read."""
-
-    measurement: Measurement
-    setup: TrainingSetup
-    closed: ClosedForm
-    row: dict[str, float]
-
-    @classmethod
-    def of(cls, measurement: Measurement, setup: TrainingSetup) -> "Observation":
-        """Solve and describe ``setup`` beside what was measured."""
-        closed = solve_closed_form(setup)
-        return cls(measurement=measurement, setup=setup, closed=closed, row=describe_setup(setup, closed))
-
-    @property
-    def compute_time_s(self) -> float | None:
-        """Measured compute; on one rank the whole iteration is compute."""
-        if self.setup.world_size == 1:
-            return self.measurement.iteration_time_s
-        return self.measurement.compute_time_s
-
-
-def observe(
-    measurements: Iterable[Measurement],
-    *,
-    workloads: Sequence[WorkloadFeatures] = (),
-    hardware: Sequence[HardwareSpec] = (),
-) -> list[Observation]:
-    """Join measurements with the cards of their models and the specifications of their hardware.
-
-    Raises ``UnknownNameError`` for a model or GPU that neither the given cards nor the shipped ones describe.
-    """
-    find_card = functools.cache(functools.partial(find_workload, measured=tuple(workloads)))
-    find_device = functools.cache(functools.partial(find_hardware, measured=tuple(hardware)))
-    return [
-        Observation.of(
-            measured,
-            TrainingSetup(
-                workload=find_card(measured.model),
-                hardware=find_device(measured.gpu),
-                precision=parse_precision(measured.precision),
-                world_size=measured.world_size,
-                nodes=measured.nodes,
-                batch_size=measured.per_gpu_batch_size,
-                gradient_accumulation_steps=measured.gradient_accumulation_steps,
-                strategy=measured.strategy,
-            ),
-        )
-        for measured in measurements
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingDomain:
-    """What the training data covered."""
-
-    models: tuple[str, ...]
-    gpus: tuple[str, ...]
-    precisions: tuple[str, ...]
-    max_world_size: int
-    max_accumulation_steps: int
-    batch_sizes: dict[str, tuple[int, int]]
-
-    @classmethod
-    def of(cls, observations: Sequence[Observation]) -> "TrainingDomain":
-        """The domain spanned by ``observations``."""
-        batches: dict[str, tuple[int, int]] = {}
-        for seen in observations:
-            name, size = seen.measurement.model, seen.setup.batch_size
-            low, high = batches.get(name, (size, size))
-            batches[name] = (min(low, size), max(high, size))
-        return cls(
-            models=tuple(sorted({seen.measurement.model for seen in observations})),
-            gpus=tuple(sorted({seen.setup.hardware.name for seen in observations})),
-            precisions=tuple(sorted({seen.setup.precision.name for seen in observations})),
-            max_world_size=max(seen.setup.world_size for seen in observations),
-            max_accumulation_steps=max(seen.setup.gradient_accumulation_steps for seen in observations),
-            batch_sizes=batches,
-        )
-
-    def list_gaps(self, setup: TrainingSetup) -> list[str]:
-        """In words, what of ``setup`` the training data never held; empty inside the domain."""
-        gaps = []
-        if setup.workload.name not in self.models:
-            gaps.append(f"{setup.workload.name} was never seen, only {', '.join(self.models)}")
-        elif (
-            not self.batch_sizes[setup.workload.name][0] <= setup.batch_size <= self.batch_sizes[setup.workload.name][1]
-        ):
-            low, high = self.batch_sizes[setup.workload.name]
-            gaps.append(f"batch {setup.batch_size} is outside the measured {low} to {high}")
-        if setup.world_size > self.max_world_size:
-            gaps.append(f"at most {self.max_world_size} ranks were measured")
-        if setup.precision.name not in self.precisions:
-            gaps.append(f"{setup.precision.name} was never measured, only {', '.join(self.precisions)}")
-        if setup.gradient_accumulation_steps > self.max_accumulation_steps:
-            gaps.append(f"at most {self.max_accumulation_steps} micro-steps in an iteration were measured")
-        return gaps
-
-    def regime_of(self, setup: TrainingSetup) -> str:
-        """How far ``setup`` is from the training data: one of ``REGIMES``."""
-        known_model = setup.workload.name in self.models
-        known_gpu = setup.hardware.name in self.gpus
-        if known_model and known_gpu:
-            return "beyond scale" if setup.world_size > self.max_world_size else "known"
-        if known_model:
-            return "new gpu"
-        return "new model" if known_gpu else "new model and gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,14 +113,14 @@ class HierarchicalPredictor:
             forests[stage] = flatten_xgboost(boosters[stage])
             return out_of_fold
 
-        rows = [seen.row for seen in timed]
+        rows = [seen.query.row for seen in timed]
         targets = np.array([math.log((seen.compute_time_s or 0.0) / seen.closed.compute_time_s) for seen in timed])
         correction = train("compute", timed, rows, targets)
 
         parallel = [number for number, seen in enumerate(timed) if seen.measurement.communication_time_s]
         if len(parallel) >= 4:
             logs = [math.log(seen.closed.compute_time_s) for seen in timed]
-            rows = [timed[i].row | {"log_compute_s": logs[i] + correction[i]} for i in parallel]
+            rows = [timed[i].query.row | {"log_compute_s": logs[i] + correction[i]} for i in parallel]
             timed = [timed[i] for i in parallel]
             measured = np.array([seen.measurement.communication_time_s for seen in timed], dtype=np.float64)
             closed = np.array([seen.closed.communication_time_s for seen in timed])
@@ -277,8 +142,9 @@ class HierarchicalPredictor:
             train("exposed", timed, rows, targets)
         return cls(forests=forests, boosters=boosters, domain=TrainingDomain.of(observations))
 
-    def predict(self, rows: Sequence[dict[str, float]], closed: Sequence[ClosedForm]) -> PredictedParts:
-        """Seconds by part for feature rows of ``describe_setup`` and their closed forms."""
+    def predict(self, queries: Sequence[Query]) -> PredictedParts:
+        """Seconds by part for each query."""
+        rows, closed = [query.row for query in queries], [query.closed for query in queries]
 
         def correct(stage: str, base: npt.NDArray[np.float64], stacked: list[dict[str, float]]) -> npt.NDArray[Any]:
             if stage not in self.forests:

@@ -1,19 +1,25 @@
 """Closed form of compute: seconds of forward, backward and optimizer on one device, as the precision changes them."""
 
+import math
 from dataclasses import dataclass
 
 from precision_time.predictor.hardware import HardwareSpec, check_precision
+from precision_time.predictor.implementation import Implementation
+from precision_time.predictor.parallelism import Parallelism
 from precision_time.predictor.precision import FORMAT_BYTES, Precision
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["ComputeEstimate", "cast_bytes", "estimate_compute", "scale_activation_bytes"]
+__all__ = ["ComputeEstimate", "RankShare", "cast_bytes", "divide_work", "estimate_compute", "expert_params",
+           "scale_activation_bytes", "time_host_copy"]  # fmt: skip
 
 #: Shares of the nominal rates that training reaches. Fitted together on 72 medians of 304 public single-GPU rows of
 #: ResNet-50, BERT-base and ViT-B/16 (lambdal/deeplearning-benchmark, Oneflow-Inc/DLPerf, NVIDIA/DeepLearningExamples,
 #: PaddlePaddle/Perf, huggingface/pytorch-image-models; Pascal to B200, fp32, tf32, fp16): mean error 18 %, median 13 %.
 #: Starting points that the learner refines; they hold for no single model.
 GPU_COMPUTE_EFFICIENCY = 0.55
+#: The same for the products inside attention; not fitted apart so far.
+GPU_ATTENTION_EFFICIENCY = 0.55
 GPU_MEMORY_EFFICIENCY = 0.40
 
 #: The same for a CPU, whose rates are measured and not nominal ones: fitted on the processor time of forward
@@ -30,21 +36,28 @@ CPU_MEMORY_EFFICIENCY = 0.35
 AUTOCAST_ATTENTION_BYTES = 0.83
 
 #: Bytes an optimizer reads and writes per parameter with fp32 parameters, gradients and states.
-OPTIMIZER_BYTES = {"sgd": 12, "sgd_momentum": 20, "adam": 28, "adamw": 28, "lamb": 36}
+OPTIMIZER_BYTES = {"sgd": 12, "sgd_momentum": 20, "rmsprop": 20, "adagrad": 20, "novograd": 20, "adafactor": 20,
+                   "adam": 28, "adamw": 28, "lamb": 36}  # fmt: skip
 
 #: Elementwise operations per parameter tensor, counted in the loop forms of torch.optim 2.13; LAMB adds two
 #: norms, their ratio and a scaling to Adam.
-OPTIMIZER_OPERATIONS = {"sgd": 1, "sgd_momentum": 3, "adam": 8, "adamw": 9, "lamb": 12}
+OPTIMIZER_OPERATIONS = {"sgd": 1, "sgd_momentum": 3, "rmsprop": 6, "adagrad": 5, "novograd": 8, "adafactor": 12,
+                        "adam": 8, "adamw": 9, "lamb": 12}  # fmt: skip
 
 #: Tensors that one launch of a multi-tensor kernel of torch 2.13 updates on a GPU, with two lists of tensors
 #: (depth_to_max_tensors in ATen/native/cuda/MultiTensorApply.cuh, small kernel arguments).
 TENSORS_PER_LAUNCH = 64
 
 
+#: Bytes per second from pinned host memory to a device: 0.8 of the nominal 15.8 GB/s of PCIe 3 x16; not measured.
+HOST_COPY_BYTES_PER_S = 12.6e9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeEstimate:
     """Seconds of one micro-step on one device, without communication.
 
+    ``recompute_s`` is the part of the forward pass that the backward pass runs again (activation checkpointing).
     ``optimizer_s`` includes the traffic of loss scaling. ``launch_bound`` says that the host, which queues the
     operations, and not the device sets the time of the forward and backward pass.
     """
@@ -53,11 +66,73 @@ class ComputeEstimate:
     backward_s: float
     optimizer_s: float
     launch_bound: bool
+    recompute_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        """Forward, backward and optimizer."""
-        return self.forward_s + self.backward_s + self.optimizer_s
+        """Forward, recomputation, backward and optimizer."""
+        return self.forward_s + self.recompute_s + self.backward_s + self.optimizer_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """What one rank does of a replica's work, as shares of the whole.
+
+    ``work`` is of the FLOPs and activation bytes of a micro-step, ``parameters`` of the weights it computes with,
+    ``cast`` of those it casts to the compute format in each pass, ``updated`` of those its optimizer updates,
+    ``layers`` of the operations and parameter tensors.
+    """
+
+    work: float = 1.0
+    parameters: float = 1.0
+    cast: float = 1.0
+    updated: float = 1.0
+    layers: float = 1.0
+
+
+WHOLE = RankShare()
+_PLAIN = Implementation()
+
+
+def expert_params(workload: WorkloadFeatures) -> float:
+    """Parameters inside the experts of a mixture of experts, zero for a dense model.
+
+    With D parameters outside the experts, X inside them and k of E experts at work on a token, params = D + X and
+    active_params = D + X k / E, so X = (params - active_params) / (1 - k / E).
+    """
+    experts, active = workload.experts, workload.active_experts
+    if workload.active_params is None or not experts or not active or active >= experts:
+        return 0.0
+    return min(workload.params, max(0.0, (workload.params - workload.active_params) / (1 - active / experts)))
+
+
+def divide_work(workload: WorkloadFeatures, parallelism: Parallelism) -> RankShare:
+    """The share of one rank: layers divide over pipeline stages, a layer over tensor ranks, tokens over context ranks.
+
+    Assumed: stages of equal work; the activations that tensor ranks could keep whole (norms, residuals) divide too
+    (sequence parallelism); experts divide over the expert ranks alone where there are any (an expert tensor degree
+    of 1), tokens spread evenly over experts; sharding divides what the optimizer updates over all ranks that hold
+    the same stage and tensor part, and a rank with sharded parameters casts only its shard before the gather.
+
+    Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation Recomputation" (2022);
+    Rajbhandari et al., "ZeRO" (2020).
+    """
+    model_ranks = parallelism.tensor * parallelism.pipeline
+    parameters = 1 / model_ranks
+    if parallelism.expert > 1:
+        inside = expert_params(workload) / workload.params
+        split = max(parallelism.expert, parallelism.tensor)
+        parameters = ((1 - inside) / parallelism.tensor + inside / split) / parallelism.pipeline
+    sharded = parallelism.sharding != "none"
+    # Dense parameters divide over data x context ranks and those of experts over fewer: the product is one over all.
+    updated = 1 / parallelism.world_size if sharded else parameters
+    return RankShare(
+        work=1 / (model_ranks * parallelism.context),
+        parameters=parameters,
+        cast=updated if parallelism.sharding == "parameters" else parameters,
+        updated=updated,
+        layers=1 / parallelism.pipeline,
+    )
 
 
 def scale_activation_bytes(workload: WorkloadFeatures, precision: Precision) -> float:
@@ -87,6 +162,8 @@ class _Device:
     bytes_per_s: float
     launch_s: float
     launches_overlap: bool
+    #: seconds of a FLOP inside attention over those of any other
+    attention_slowdown: float
 
     def time_phase(self, flops: float, moved_bytes: float, operations: float) -> tuple[float, bool]:
         device_s = max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
@@ -104,7 +181,13 @@ def _describe_device(hardware: HardwareSpec, precision: Precision) -> _Device:
     else:
         compute = CPU_FP32_EFFICIENCY if precision.compute == "fp32" else CPU_NARROW_EFFICIENCY
         memory = CPU_MEMORY_EFFICIENCY
+    # The products of attention stay in the format of the activations when the rest narrows to fp8 or nvfp4.
+    attention_peak = hardware.peak_flops_per_s[precision.compute]
+    if FORMAT_BYTES[precision.compute] < FORMAT_BYTES[precision.activations]:
+        attention_peak = hardware.peak_flops_per_s[precision.activations]
+    attention = GPU_ATTENTION_EFFICIENCY if is_gpu else compute
     return _Device(
+        attention_slowdown=compute * hardware.peak_flops_per_s[precision.compute] / (attention * attention_peak),
         flops_per_s=compute * hardware.peak_flops_per_s[precision.compute],
         bytes_per_s=memory * hardware.memory_bytes_per_s,
         launch_s=hardware.launch_overhead_s,
@@ -112,33 +195,52 @@ def _describe_device(hardware: HardwareSpec, precision: Precision) -> _Device:
     )
 
 
-def _time_optimizer(workload: WorkloadFeatures, precision: Precision, device: _Device) -> float:
+def _time_optimizer(
+    workload: WorkloadFeatures, precision: Precision, device: _Device, *, share: RankShare, trainable: float
+) -> float:
     if workload.optimizer not in OPTIMIZER_BYTES:
         raise UnknownNameError("optimizer", workload.optimizer, OPTIMIZER_BYTES)
     state = FORMAT_BYTES[precision.storage] / FORMAT_BYTES["fp32"]
-    moved = workload.params * OPTIMIZER_BYTES[workload.optimizer] * state
+    params = workload.params * share.updated * trainable
+    moved = params * OPTIMIZER_BYTES[workload.optimizer] * state
+    tensors = math.ceil(workload.parameter_tensors * share.layers)
     # A GPU updates many tensors in one launch (foreach), a CPU one by one.
-    groups = (
-        -(-workload.parameter_tensors // TENSORS_PER_LAUNCH) if device.launches_overlap else workload.parameter_tensors
-    )
+    groups = -(-tensors // TENSORS_PER_LAUNCH) if device.launches_overlap else tensors
     operations = groups * OPTIMIZER_OPERATIONS[workload.optimizer]
     if precision.loss_scaling:
         # Unscaling and the search for infinities read and write every fp32 gradient, in one operation per group.
-        moved += 8 * workload.params
+        moved += 8 * params
         operations += groups
     return device.time_phase(0.0, moved, operations)[0]
 
 
+def _recomputed_share(workload: WorkloadFeatures, implementation: Implementation) -> float:
+    if implementation.checkpointing == "full":
+        return 1.0
+    # Selective recomputation (Korthikanti et al., 2022) repeats the products and the softmax inside attention.
+    return workload.attention_flops_share if implementation.checkpointing == "selective" else 0.0
+
+
 def estimate_compute(
-    workload: WorkloadFeatures, hardware: HardwareSpec, precision: Precision, *, batch_size: int
+    workload: WorkloadFeatures,
+    hardware: HardwareSpec,
+    precision: Precision,
+    *,
+    batch_size: int,
+    share: RankShare = WHOLE,
+    implementation: Implementation = _PLAIN,
 ) -> ComputeEstimate:
-    """Roofline of one micro-step of ``batch_size`` samples and of the optimizer step after it.
+    """Roofline of one micro-step of ``batch_size`` samples, of which a rank does ``share``, and of its optimizer step.
 
     Each pass takes max(F / (eta_c Pi), Q / (eta_m B)) seconds on the device: F its FLOPs (2 per multiply-add), Pi the
     dense peak (FLOP/s) of the policy's compute format, Q the bytes it moves, B the memory bandwidth (bytes/s). Q is
     batch x activations, scaled by what the policy narrows, plus the weights in the compute format, plus the casts
     between both. Launching n operations costs the host n tau seconds; a GPU hides them behind its own work, so a pass
     takes at least n tau, while on a CPU they add up. Autocast launches one cast per parameter tensor and pass.
+
+    Checkpointing runs the forward pass (full) or its attention (selective) once more. With a share s < 1 of trainable
+    parameters the backward pass leaves out 1 - s of the weight gradients, which are half of its products outside
+    attention and half of its traffic with weights; frozen parameters have no optimizer step.
 
     Raises ``InputError`` for a batch that is not a positive integer, ``PrecisionUnsupportedError`` for a format the
     device lacks, ``UnknownNameError`` for an optimizer that is not known.
@@ -149,24 +251,50 @@ def estimate_compute(
         raise InputError("batch_size is not usable", got=repr(batch_size), expected="an integer of at least 1")
     check_precision(hardware, precision)
     device = _describe_device(hardware, precision)
-    activations = batch_size * scale_activation_bytes(workload, precision)
+    trainable = implementation.trainable_share
+    samples = batch_size * share.work
+    # F (1 - a) + F a slowdown
+    slowed = 1.0 + workload.attention_flops_share * (device.attention_slowdown - 1.0)
+    activations = samples * scale_activation_bytes(workload, precision)
     # fp8 and nvfp4 keep their copies of the weights in the compute format too.
-    weights = FORMAT_BYTES[precision.compute] / FORMAT_BYTES["fp32"]
+    weights = FORMAT_BYTES[precision.compute] / FORMAT_BYTES["fp32"] * share.parameters
     down, up = cast_bytes(workload.params, precision)
     casts = workload.parameter_tensors if precision.is_mixed else 0
-    forward_s, forward_waits = device.time_phase(
-        batch_size * workload.forward_flops_per_sample,
-        activations * workload.forward_bytes_per_sample + weights * workload.forward_bytes_fixed + down,
-        workload.forward_ops + casts,
+    forward = (
+        samples * workload.forward_flops_per_sample * slowed,
+        activations * workload.forward_bytes_per_sample + weights * workload.forward_bytes_fixed + down * share.cast,
+        (workload.forward_ops + casts) * share.layers,
     )
+    frozen = 0.5 * (1.0 - trainable)
+    forward_s, forward_waits = device.time_phase(*forward)
     backward_s, backward_waits = device.time_phase(
-        batch_size * workload.backward_flops_per_sample,
-        activations * workload.backward_bytes_per_sample + weights * workload.backward_bytes_fixed + up,
-        workload.backward_ops + casts,
+        samples * workload.backward_flops_per_sample * (slowed - frozen * (1.0 - workload.attention_flops_share)),
+        activations * workload.backward_bytes_per_sample
+        + weights * workload.backward_bytes_fixed * (1.0 - frozen)
+        + up * share.cast * trainable,
+        (workload.backward_ops + casts) * share.layers,
     )
+    again = _recomputed_share(workload, implementation)
     return ComputeEstimate(
         forward_s=forward_s,
         backward_s=backward_s,
-        optimizer_s=_time_optimizer(workload, precision, device),
+        optimizer_s=_time_optimizer(workload, precision, device, share=share, trainable=trainable)
+        if implementation.optimizer_step
+        else 0.0,
         launch_bound=forward_waits if forward_s >= backward_s else backward_waits,
+        recompute_s=device.time_phase(*(again * part for part in forward))[0] if again else 0.0,
     )
+
+
+def time_host_copy(workload: WorkloadFeatures, *, samples: int) -> float:
+    """Seconds to copy the inputs of ``samples`` samples to the device; zero where their size cannot be told.
+
+    A token is an int64; an input named by a number alone is an image of so many pixels a side, in three fp32 channels.
+    """
+    if workload.sequence_length:
+        sample_bytes = 8 * workload.sequence_length
+    elif workload.task_input.isdecimal():
+        sample_bytes = 12 * int(workload.task_input) ** 2
+    else:
+        return 0.0
+    return samples * sample_bytes / HOST_COPY_BYTES_PER_S

@@ -1,4 +1,4 @@
-"""WorkloadFeatures: what one sample of a model costs, from a shipped card or from a walk over the module."""
+"""WorkloadFeatures: what one sample of a model costs, from a walk over the module or from a card of its sizes."""
 
 import functools
 import tomllib
@@ -7,9 +7,36 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
+from precision_time.predictor.cards import Card, find_card, find_family, listed_models
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["WorkloadFeatures", "find_workload", "known_workloads"]
+__all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "find_workload", "known_workloads"]
+
+#: Kinds of ``families.csv`` that are made of attention and dense products.
+ATTENTION_KINDS = frozenset(
+    {"vision_transformer", "language_encoder", "language_decoder", "mixture_of_experts", "sequence_to_sequence"}
+)
+
+#: What fp32 eager execution reads and writes in the forward pass, in bytes per byte of all outputs, per byte of the
+#: outputs of products alone, and per FLOP, each for where the one before it is not known; and the bytes of the backward
+#: pass over those. From the walks of the shipped cards: ResNet-18 and -50 (2.17, 7.3, 0.040; 1.4) for convolutions;
+#: ViT-B/16, BERT-base and GPT-2 (1.3; 2.9, 4.9 and 3.6; 0.008; 2.1) for attention.
+_CONVOLUTION_TRAFFIC = (2.17, 7.3, 0.040, 1.4)
+_ATTENTION_TRAFFIC = (1.3, 3.8, 0.008, 2.1)
+#: Parameter tensors where they are not known: ResNet-50 has 161, ViT-B/16 152; BERT-base 16 and GPT-2 12 a layer.
+_USUAL_TENSORS = 160
+_TENSORS_PER_LAYER = 12
+#: Operations of the forward pass for each parameter tensor: 1.4 in ResNet-50, 0.8 in the transformers; and of the
+#: backward pass for each of the forward pass: 0.8 and 1.9.
+_CONVOLUTION_OPERATIONS = (1.4, 0.8)
+_ATTENTION_OPERATIONS = (0.8, 1.9)
+#: Operations that launch a kernel, of those that a card counts (views among them): 0.82 in ResNet-50, 0.61 in ViT-B/16.
+_LAUNCHED_SHARE = 0.75
+#: Embedding tables of recommenders above this many parameters are divided over the ranks and updated by the rows a
+#: batch touches, in every source of the public table; what is left is dense and multiplies each sample once.
+_SHARDED_TABLE_PARAMS = 1_000_000_000
+#: Share of a transformer's forward FLOPs in attention where the card does not say (BERT-base at 128 to ViT-B/16).
+_ATTENTION_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +68,26 @@ class WorkloadFeatures:
     #: dispatched operations: what an eager framework launches
     forward_ops: int
     backward_ops: int
-    #: where the numbers come from
+    #: where the numbers come from: ``counted`` by a walk over the module, or ``card``
     source: str = "counted"
+    #: what sort of network it is (``predictor/data/families.csv``); empty when nobody says
+    kind: str = ""
+    #: one name for all names of one network; empty: ``name`` is the only one
+    network: str = ""
+    #: elements that convolutions, dense products and fused attention write in the forward pass of one sample
+    activations_per_sample: float | None = None
+    #: parameters that work on one token; fewer than ``params`` in a mixture of experts; None: all of them
+    active_params: int | None = None
+    #: sizes of a transformer, None where they are not known or do not apply
+    layers: int | None = None
+    hidden_size: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn_size: int | None = None
+    vocab: int | None = None
+    sequence_length: int | None = None
+    experts: int | None = None
+    active_experts: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("params", "forward_flops_per_sample", "forward_ops"):
@@ -71,21 +116,113 @@ class WorkloadFeatures:
             ) from error
 
 
+def describe_card(
+    name: str,
+    *,
+    params: int,
+    forward_flops_per_sample: float,
+    card: Card | None = None,
+    task_input: str = "",
+    sequence_length: int | None = None,
+) -> WorkloadFeatures:
+    """A workload of which parameters and forward FLOPs are known, with what a walk would count estimated.
+
+    ``card`` gives the sizes beside them, where there is one. The backward pass takes twice the FLOPs of the forward
+    pass; bytes and operations follow the ratios of this file, by whether the network is made of convolutions or of
+    attention. Raises ``InputError`` for numbers that are not positive.
+    """
+    family = find_family(name)
+    kind = family.kind if family else ""
+    attends = kind in ATTENTION_KINDS
+    by_output, by_activation, by_flop, backward_bytes = _ATTENTION_TRAFFIC if attends else _CONVOLUTION_TRAFFIC
+    moved = by_flop * forward_flops_per_sample
+    if card is not None and card.outputs_per_sample:
+        moved = 4 * by_output * card.outputs_per_sample
+    elif card is not None and card.activations_per_sample:
+        moved = 4 * by_activation * card.activations_per_sample
+    layers = card.layers if card is not None else None
+    tensors = (card.parameter_tensors if card is not None else None) or (
+        _TENSORS_PER_LAYER * layers if layers else _USUAL_TENSORS
+    )
+    per_tensor, backward_ops = _ATTENTION_OPERATIONS if attends else _CONVOLUTION_OPERATIONS
+    operations = max(1, round(per_tensor * tensors))
+    if card is not None and card.forward_operations:
+        operations = max(1, round(_LAUNCHED_SHARE * card.forward_operations))
+    convolutions = None if card is None else card.convolution_share
+    attention = None if card is None else card.attention_share
+    optimizer = card.optimizer if card is not None else ""
+    if kind == "recommendation" and params > _SHARDED_TABLE_PARAMS:
+        params = max(1, round(forward_flops_per_sample / 2))
+    return WorkloadFeatures(
+        name=name,
+        family=family.family if family else "",
+        kind=kind,
+        network=family.canonical if family else "",
+        task_input=task_input,
+        optimizer=optimizer or ("adamw" if attends else "sgd_momentum"),
+        params=params,
+        parameter_tensors=tensors,
+        forward_flops_per_sample=forward_flops_per_sample,
+        backward_flops_per_sample=2 * forward_flops_per_sample,
+        convolution_flops_share=convolutions if convolutions is not None else float(not attends),
+        attention_flops_share=attention if attention is not None else _ATTENTION_SHARE * attends,
+        forward_bytes_per_sample=moved,
+        forward_bytes_fixed=4.0 * params,
+        backward_bytes_per_sample=backward_bytes * moved,
+        backward_bytes_fixed=8.0 * params,
+        forward_ops=operations,
+        backward_ops=max(1, round(backward_ops * operations)),
+        source="card",
+        activations_per_sample=None if card is None else card.activations_per_sample,
+        active_params=None if card is None else card.active_params,
+        layers=layers,
+        hidden_size=None if card is None else card.hidden_size,
+        heads=None if card is None else card.heads,
+        kv_heads=None if card is None else card.kv_heads,
+        ffn_size=None if card is None else card.ffn_size,
+        vocab=None if card is None else card.vocab,
+        sequence_length=sequence_length,
+        experts=None if card is None else card.experts,
+        active_experts=None if card is None else card.active_experts,
+    )
+
+
 @functools.cache
 def known_workloads() -> dict[str, WorkloadFeatures]:
-    """The shipped cards by name (``predictor/data/workloads.toml``)."""
+    """The shipped counted workloads by name (``predictor/data/workloads.toml``)."""
     text = resources.files("precision_time.predictor").joinpath("data/workloads.toml").read_text(encoding="utf-8")
-    return {name: WorkloadFeatures.from_dict({"name": name, **card}) for name, card in tomllib.loads(text).items()}
+    counted = {}
+    for name, card in tomllib.loads(text).items():
+        family = find_family(name)
+        labels = {"kind": family.kind, "network": family.canonical} if family else {}
+        counted[name] = WorkloadFeatures.from_dict({"name": name, **labels, **card})
+    return counted
 
 
-def find_workload(name: str, *, measured: Iterable[WorkloadFeatures] = ()) -> WorkloadFeatures:
-    """The card called ``name``: from ``measured`` (what an artifact carries) first, then from the shipped ones.
+def find_workload(name: str, *, task_input: str = "", measured: Iterable[WorkloadFeatures] = ()) -> WorkloadFeatures:
+    """The workload called ``name``: from ``measured`` (what an artifact carries) first, then counted, then by card.
 
-    Raises ``UnknownNameError`` with the nearest three names.
+    ``task_input`` asks for another resolution or sequence length than the usual one. Raises ``UnknownNameError`` with
+    the nearest three names, also for a model whose work is not known.
     """
     if not isinstance(name, str):
         raise InputError("not a model", got=repr(name), expected="a name")
-    cards = known_workloads() | {card.name: card for card in measured}
-    if name not in cards:
-        raise UnknownNameError("model", name, cards, fix="name a known model, or measure yours in a campaign first")
-    return cards[name]
+    own = known_workloads() | {card.name: card for card in measured}
+    if name in own and task_input in ("", own[name].task_input):
+        return own[name]
+    card = find_card(name, task_input)
+    if card is None or card.params is None or card.forward_flops_per_sample is None:
+        raise UnknownNameError(
+            "model",
+            name,
+            own.keys() | listed_models(),
+            fix="name a known model, or measure yours in a campaign first",
+        )
+    return describe_card(
+        name,
+        params=card.params,
+        forward_flops_per_sample=card.forward_flops_per_sample,
+        card=card,
+        task_input=card.task_input,
+        sequence_length=card.sequence_length,
+    )

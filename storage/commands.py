@@ -226,6 +226,26 @@ def verify_data(
         )
 
 
+@data_app.command("import")
+def import_measurements(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="CSV or Parquet with the public table's columns.")],
+    into: Annotated[str, typer.Option("--into", help="Parquet table to append to; made if missing.")],
+    as_json: AsJson = False,
+) -> None:
+    """Append measured rows of a file to a table, all or none; rows that are already there are skipped."""
+    # Here, so that `registry` and --help do not wait for pandas and pyarrow.
+    from precision_time.storage.tables import import_rows
+
+    counts = import_rows(file, into=into)
+    if as_json:
+        _print_json({"file": file, "into": into, **counts._asdict()})
+    else:
+        typer.echo(
+            f"{counts.read} rows read, {counts.added} added, {counts.skipped} skipped as already there; "
+            f"{printable(into)} has {counts.total}"
+        )
+
+
 def _open_registry(url: str | None) -> Registry:
     url = url or configured_registry_url()
     if url is None:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from precision_time.predictor.hardware import HardwareSpec
-from precision_time.predictor.hierarchy import HierarchicalPredictor, Observation, observe
+from precision_time.predictor.hierarchy import HierarchicalPredictor
+from precision_time.predictor.observations import Observation, observe
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, IntegrityError, UnknownNameError
 from precision_time.storage.timings import TimingsDataset

@@ -131,7 +131,7 @@ def judge_challenger(
             return GateDecision(passed=False, reasons=(*reasons, f"no row is new since {name}"))
         fresh = [snapshot.training[number] for number in new]
         measured = np.array([seen.measurement.iteration_time_s for seen in fresh])
-        known = champion.predictor.predict([seen.row for seen in fresh], [seen.closed for seen in fresh])
+        known = champion.predictor.predict([seen.query for seen in fresh])
         champion_error = float(np.abs(np.log(measured / known.iteration_time_s)).mean())
         challenger_error = float(np.abs(folds.log_errors()[new]).mean())
         not_worse = challenger_error <= champion_error

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from precision_time.predictor.accuracy import SPLITS, cross_validate, score, score_holdout
-from precision_time.predictor.hierarchy import HierarchicalPredictor, observe
+from precision_time.predictor.accuracy import SPLITS, cross_validate, score_holdout
+from precision_time.predictor.hierarchy import HierarchicalPredictor
+from precision_time.predictor.metrics import score
+from precision_time.predictor.observations import observe
 from precision_time.storage.errors import InputError
 
 

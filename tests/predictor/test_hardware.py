@@ -1,4 +1,4 @@
-"""Devices: every figure has a source, is dense and ordered, and what a device lacks is refused by name."""
+"""Devices: values that are not usable, names that are not known and formats that a device lacks are refused by name."""
 
 import dataclasses
 import json
@@ -10,7 +10,6 @@ from precision_time.predictor.hardware import (
     HardwareSpec,
     check_precision,
     find_hardware,
-    hardware_sources,
     known_hardware,
     load_hardware,
     parse_bandwidth,
@@ -18,66 +17,6 @@ from precision_time.predictor.hardware import (
 )
 from precision_time.predictor.precision import parse_precision
 from precision_time.storage.errors import InputError, NotFoundError, PrecisionUnsupportedError, UnknownNameError
-
-GPUS = {name: spec for name, spec in known_hardware().items() if spec.kind == "gpu"}
-
-
-@pytest.mark.parametrize("name", known_hardware())
-def test_every_number_has_a_source(name):
-    spec, sources = known_hardware()[name], hardware_sources(name)
-    numbers = {field for field, value in spec.to_dict().items() if isinstance(value, int | float)}
-    numbers |= {f"peak_flops_per_s.{unit}" for unit in spec.peak_flops_per_s}
-    assert set(sources) == numbers
-    assert all(len(text) > 20 for text in sources.values())
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_formats_begin_with_their_architecture_and_narrower_ones_are_not_slower(name):
-    spec = GPUS[name]
-    peaks, capability = spec.peak_flops_per_s, spec.compute_capability
-    assert ("tf32" in peaks) == (capability >= 8.0)
-    assert ("bf16" in peaks) == (capability >= 8.0)
-    assert ("fp8" in peaks) == (capability >= 8.9)
-    assert ("nvfp4" in peaks) == (capability >= 10.0)
-    rates = [peaks[unit] for unit in ("fp32", "tf32", "fp16", "fp8", "nvfp4") if unit in peaks]
-    assert rates == sorted(rates)
-    assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"]
-
-
-@pytest.mark.parametrize(
-    ("name", "unit", "sparse"),
-    [
-        ("a100", "tf32", 312e12),
-        ("a100", "fp16", 624e12),
-        ("a10", "fp16", 250e12),
-        ("a30", "fp16", 330e12),
-        ("a40", "fp16", 299.4e12),
-        ("l4", "tf32", 120e12),
-        ("l4", "bf16", 242e12),
-        ("l4", "fp8", 485e12),
-        ("l40s", "fp16", 724e12),
-        ("h100", "tf32", 989e12),
-        ("h100", "fp16", 1979e12),
-        ("h100", "fp8", 3958e12),
-        ("h100-pcie", "fp8", 3026e12),
-        ("h100-nvl", "fp16", 1671e12),
-        ("h200", "fp8", 3958e12),
-        ("rtx-4090", "fp16", 330.3e12),
-        ("rtx-5090", "nvfp4", 3352e12),
-        ("b200", "nvfp4", 18000e12),
-    ],
-)
-def test_the_sparse_figure_of_the_sheet_is_stored_halved(name, unit, sparse):
-    assert find_hardware(name).peak_flops_per_s[unit] == pytest.approx(sparse / 2, rel=0.01)
-
-
-def test_tensor_core_ratios_are_those_of_dense_products():
-    for spec in GPUS.values():
-        peaks = spec.peak_flops_per_s
-        if "tf32" in peaks:
-            assert peaks["fp16"] / peaks["tf32"] == pytest.approx(2.0, rel=0.03)
-        if "fp8" in peaks:
-            assert peaks["fp8"] / peaks["fp16"] == pytest.approx(2.0, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +113,50 @@ def test_a_specification_survives_json():
         ("peak_flops_per_s", {"fp16": 1e12}),
         ("peak_flops_per_s", {"fp32": 1e12, "fp7": 1e12}),
         ("peak_flops_per_s", {"fp32": 0.0}),
+        ("chip", None),
+        ("sm_count", 1.5),
+        ("boost_clock_hz", 0.0),
+        ("l2_bytes", -1),
+        ("power_w", math.inf),
+        ("nvlink_domain", 0),
+        ("achieved_flops_per_s", None),
+        ("achieved_flops_per_s", {"fp7": 1e12}),
+        ("achieved_flops_per_s", {"bf16": math.nan}),
+        ("achieved_memory_bytes_per_s", 0.0),
     ],
 )
 def test_a_value_that_is_not_usable_is_refused_by_field_name(field, value):
     with pytest.raises(InputError, match=field):
         dataclasses.replace(find_hardware("a100"), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("achieved_flops_per_s", {"bf16": 1.06 * 312e12}),
+        ("achieved_flops_per_s", {"fp8": 1e12}),
+        ("achieved_memory_bytes_per_s", 1.06 * 2.039e12),
+    ],
+)
+def test_a_file_cannot_claim_more_than_the_nominal_rate(field, value):
+    values = find_hardware("a100").to_dict()
+    assert HardwareSpec.from_dict({**values, "achieved_flops_per_s": {"bf16": 1.04 * 312e12}})
+    with pytest.raises(InputError, match=rf"{field}.*nominal"):
+        HardwareSpec.from_dict({**values, field: value})
+
+
+def test_nominal_rates_can_be_replaced_without_the_measured_ones():
+    slower = dataclasses.replace(find_hardware("a100"), peak_flops_per_s={"fp32": 1e12}, memory_bytes_per_s=1e9)
+    assert slower.achieved_flops_per_s == find_hardware("a100").achieved_flops_per_s
+
+
+def test_a_specification_written_before_the_optional_fields_still_loads():
+    values = find_hardware("a100").to_dict()
+    later = {"chip", "nvlink_domain", "sm_count", "boost_clock_hz", "l2_bytes", "power_w", "achieved_flops_per_s",
+             "achieved_memory_bytes_per_s"}  # fmt: skip
+    spec = HardwareSpec.from_dict({field: value for field, value in values.items() if field not in later})
+    assert (spec.chip, spec.sm_count, spec.achieved_flops_per_s) == ("", None, {})
+    assert spec.peak_flops_per_s == values["peak_flops_per_s"]
 
 
 def test_from_dict_names_the_missing_and_the_unknown_field():
@@ -214,6 +192,12 @@ def test_a_users_file_is_read_in_the_same_form(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
     assert load_hardware(path)["My Card"].peak_flops_per_s == {"fp32": 20e12}
+    path.write_text(OWN + 'chip = "GA104"\nachieved_flops_per_s.fp32 = { value = 18e12, source = "mine" }\n')
+    spec = load_hardware(path)["My Card"]
+    assert (spec.chip, spec.achieved_flops_per_s) == ("GA104", {"fp32": 18e12})
+    path.write_text(OWN + 'achieved_flops_per_s.fp32 = { value = 40e12, source = "mine" }\n')
+    with pytest.raises(InputError, match=r"achieved_flops_per_s\.fp32 of hardware 'My Card'"):
+        load_hardware(path)
 
 
 @pytest.mark.parametrize(

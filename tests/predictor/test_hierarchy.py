@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import xgboost
 
+from precision_time.predictor.domain import TrainingDomain
 from precision_time.predictor.features import feature_matrix
 from precision_time.predictor.hierarchy import (
     STAGE_FEATURES,
     HierarchicalPredictor,
-    Observation,
-    TrainingDomain,
-    observe,
 )
+from precision_time.predictor.observations import Observation, observe
 from precision_time.storage.errors import InputError, IntegrityError, UnknownNameError
 
 
@@ -29,7 +28,7 @@ def predictor(rows) -> HierarchicalPredictor:
 
 
 def predict(predictor: HierarchicalPredictor, rows: list[Observation]):
-    return predictor.predict([seen.row for seen in rows], [seen.closed for seen in rows])
+    return predictor.predict([seen.query for seen in rows])
 
 
 def test_it_learns_the_factors_between_measured_and_closed_form(predictor, rows) -> None:
@@ -82,7 +81,7 @@ def test_the_published_trees_equal_the_published_xgboost_model(predictor, rows) 
     files = predictor.to_files()
     booster = xgboost.Booster()
     booster.load_model(bytearray(files["xgboost-compute.json"]))
-    matrix = feature_matrix([seen.row for seen in rows], STAGE_FEATURES["compute"])
+    matrix = feature_matrix([seen.query.row for seen in rows], STAGE_FEATURES["compute"])
     np.testing.assert_array_equal(
         predictor.forests["compute"].predict(matrix), booster.predict(xgboost.DMatrix(matrix))
     )

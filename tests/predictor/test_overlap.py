@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from precision_time.predictor.hardware import find_hardware
 from precision_time.predictor.network import all_reduce_time_s
@@ -10,9 +12,12 @@ from precision_time.predictor.overlap import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     estimate_overlap,
+    expose_pieces,
     fill_buckets,
     finish_last_bucket,
+    time_bubble,
 )
+from precision_time.predictor.parallelism import Parallelism
 from precision_time.predictor.precision import parse_precision
 from precision_time.predictor.roofline import estimate_compute
 from precision_time.predictor.workload import find_workload
@@ -117,3 +122,52 @@ def test_a_backward_time_that_is_not_a_time_is_refused(backward_s):
         estimate_overlap(
             find_workload("resnet50"), find_hardware("a100"), FP32, backward_s=backward_s, ranks=8, nodes=1
         )
+
+
+@given(transfer_s=st.floats(0.0, 10.0), hidden_by_s=st.floats(0.0, 10.0), pieces=st.integers(1, 40))
+def test_equal_pieces_follow_the_timeline_of_buckets(transfer_s, hidden_by_s, pieces):
+    ready_s = [hidden_by_s * (k + 1) / pieces for k in range(pieces)]
+    end_s = finish_last_bucket(ready_s, [transfer_s / pieces] * pieces)
+    found = expose_pieces(transfer_s, hidden_by_s=hidden_by_s, pieces=pieces)
+    assert found == pytest.approx(end_s - hidden_by_s, abs=1e-9)
+
+
+def test_frozen_parameters_send_no_gradients():
+    model, hardware = find_workload("bert_base"), find_hardware("v100")
+    times = [
+        estimate_overlap(
+            model, hardware, FP32, backward_s=0.1, ranks=8, nodes=1, trainable_share=share
+        ).communication_time_s
+        for share in (1.0, 0.5, 0.01)
+    ]
+    assert times[0] > 1.5 * times[1] > 1.5 * times[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_steps", "idle"),
+    [
+        # 1F1B: p - 1 micro-steps, whatever their number.
+        (4, 1, 4, 3),
+        (4, 1, 64, 3),
+        # Interleaved: divided by the chunks.
+        (4, 2, 8, 1.5),
+        # One micro-step passes all stages one after the other, in any number of chunks.
+        (4, 1, 1, 3),
+        (4, 8, 1, 3),
+        # Two micro-steps over four stages of two chunks: 4 for the first, half a step more for the second, 2 of work.
+        (4, 2, 2, 2.5),
+    ],
+)
+def test_the_bubble_is_that_of_the_schedule(stages, chunks, micro_steps, idle):
+    layout = Parallelism(pipeline=stages, virtual_stages=chunks)
+    assert time_bubble(0.5, layout, micro_steps=micro_steps) == pytest.approx(0.5 * idle)
+
+
+@given(stages=st.integers(2, 32), chunks=st.integers(1, 8), micro_steps=st.integers(1, 512), excess=st.floats(0.0, 1.0))
+def test_a_pipeline_never_beats_one_micro_step_through_all_stages_nor_its_own_work(stages, chunks, micro_steps, excess):
+    layout = Parallelism(pipeline=stages, virtual_stages=chunks)
+    idle = time_bubble(1.0, layout, micro_steps=micro_steps)
+    assert micro_steps + idle >= stages
+    assert idle >= (stages - 1) / chunks
+    uneven = time_bubble(1.0, layout, micro_steps=micro_steps, last_stage_excess=excess)
+    assert uneven == pytest.approx(idle + micro_steps * excess)

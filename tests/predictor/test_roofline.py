@@ -5,20 +5,48 @@ import dataclasses
 import pytest
 
 from precision_time.predictor.hardware import find_hardware, known_hardware, supported_precisions
+from precision_time.predictor.implementation import Implementation
+from precision_time.predictor.parallelism import Parallelism
 from precision_time.predictor.precision import PRECISIONS, parse_precision
 from precision_time.predictor.roofline import (
+    GPU_ATTENTION_EFFICIENCY,
+    GPU_COMPUTE_EFFICIENCY,
+    HOST_COPY_BYTES_PER_S,
     OPTIMIZER_BYTES,
+    RankShare,
     cast_bytes,
+    divide_work,
     estimate_compute,
+    expert_params,
     scale_activation_bytes,
+    time_host_copy,
 )
 from precision_time.predictor.workload import find_workload, known_workloads
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError, UnknownNameError
 
 
-def estimate(model, device, precision, *, batch_size):
+def estimate(model, device, precision, *, batch_size, share=None, **facts):
     workload = find_workload(model) if isinstance(model, str) else model
-    return estimate_compute(workload, find_hardware(device), parse_precision(precision), batch_size=batch_size)
+    return estimate_compute(
+        workload,
+        find_hardware(device),
+        parse_precision(precision),
+        batch_size=batch_size,
+        share=share or RankShare(),
+        implementation=Implementation(**facts),
+    )
+
+
+def sparse(*, experts=16, active=2):
+    """A mixture of experts with 100 million parameters outside the experts and 1600 million inside."""
+    params, inside = 1_700_000_000, 1_600_000_000
+    return dataclasses.replace(
+        find_workload("bert_base"),
+        params=params,
+        active_params=params - inside + inside * active // experts,
+        experts=experts,
+        active_experts=active,
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,3 +167,100 @@ def test_what_cannot_be_estimated_is_refused_by_name():
             estimate("resnet50", "a100", "fp32", batch_size=size)
     with pytest.raises(UnknownNameError, match=r"optimizer.*'adamz'.*adam"):
         estimate(dataclasses.replace(find_workload("mlp"), optimizer="adamz"), "a100", "fp32", batch_size=1)
+
+
+def test_a_rank_does_its_share_of_the_work_and_holds_its_share_of_the_parameters():
+    layout = Parallelism(data=4, tensor=2, pipeline=4, context=2)
+    assert divide_work(find_workload("bert_base"), layout) == RankShare(
+        work=1 / 16, parameters=1 / 8, cast=1 / 8, updated=1 / 8, layers=1 / 4
+    )
+    for sharding, cast in (("optimizer", 1 / 8), ("gradients", 1 / 8), ("parameters", 1 / 64)):
+        share = divide_work(find_workload("bert_base"), dataclasses.replace(layout, sharding=sharding))
+        assert (share.updated, share.cast, share.parameters) == (1 / 64, cast, 1 / 8)
+    assert divide_work(find_workload("resnet50"), Parallelism(data=64)) == RankShare()
+
+
+def test_experts_divide_over_their_ranks_and_the_rest_does_not():
+    assert expert_params(sparse()) == pytest.approx(1_600_000_000)
+    assert expert_params(find_workload("bert_base")) == 0.0
+    assert expert_params(dataclasses.replace(sparse(), active_experts=16)) == 0.0
+    share = divide_work(sparse(), Parallelism(data=8, expert=8))
+    assert share.parameters * 1_700_000_000 == pytest.approx(100_000_000 + 200_000_000)
+    assert share.work == 1.0
+    wide = divide_work(sparse(), Parallelism(data=4, tensor=2, expert=8))
+    assert wide.parameters * 1_700_000_000 == pytest.approx(50_000_000 + 200_000_000)
+
+
+def test_halving_the_work_halves_a_pass_that_the_device_bounds_but_not_its_launches():
+    whole = estimate("vit_b16", "a100", "amp_bf16", batch_size=512)
+    half = estimate("vit_b16", "a100", "amp_bf16", batch_size=512, share=RankShare(work=0.5))
+    assert half.forward_s == pytest.approx(whole.forward_s / 2, rel=0.02)
+    eighth = estimate("vit_b16", "a100", "amp_bf16", batch_size=1, share=RankShare(work=1 / 8))
+    assert eighth.launch_bound
+    stage = estimate(
+        "vit_b16",
+        "a100",
+        "amp_bf16",
+        batch_size=1,
+        share=divide_work(find_workload("vit_b16"), Parallelism(pipeline=8)),
+    )
+    assert stage.forward_s < 0.5 * eighth.forward_s
+
+
+def test_checkpointing_runs_the_forward_pass_or_its_attention_again():
+    plain = estimate("bert_base", "a100", "amp_bf16", batch_size=32)
+    full = estimate("bert_base", "a100", "amp_bf16", batch_size=32, checkpointing="full")
+    selective = estimate("bert_base", "a100", "amp_bf16", batch_size=32, checkpointing="selective")
+    assert plain.recompute_s == 0.0
+    assert full.recompute_s == full.forward_s == plain.forward_s
+    assert full.total_s == pytest.approx(plain.total_s + plain.forward_s)
+    assert 0.0 < selective.recompute_s < 0.2 * full.recompute_s
+    assert estimate("resnet50", "a100", "amp_bf16", batch_size=32, checkpointing="selective").recompute_s == 0.0
+
+
+def test_adapters_leave_out_weight_gradients_and_most_of_the_optimizer():
+    model = dataclasses.replace(
+        find_workload("bert_base"),
+        attention_flops_share=0.2,
+        forward_bytes_per_sample=0.0,
+        backward_bytes_per_sample=0.0,
+    )
+    plain = estimate(model, "a100", "bf16", batch_size=512)
+    frozen = estimate(model, "a100", "bf16", batch_size=512, trainable_share=0.0)
+    assert frozen.forward_s == plain.forward_s
+    # Attention has no weights; of the other 80 % half are weight gradients.
+    assert frozen.backward_s / plain.backward_s == pytest.approx(0.6)
+    assert estimate(model, "a100", "bf16", batch_size=512, trainable_share=0.01).optimizer_s < plain.optimizer_s
+    assert estimate(model, "a100", "bf16", batch_size=512, optimizer_step=False).optimizer_s == 0.0
+
+
+def test_sharding_divides_the_optimizer_traffic():
+    model = dataclasses.replace(find_workload("bert_base"), parameter_tensors=1)
+    whole, eighth = (
+        estimate(model, "a100", "amp_fp16", batch_size=1, share=RankShare(updated=share)).optimizer_s
+        for share in (1.0, 1 / 8)
+    )
+    assert eighth == pytest.approx(whole / 8)
+
+
+def test_attention_stays_in_the_format_of_the_activations_when_products_narrow_to_fp8():
+    model = dataclasses.replace(
+        find_workload("vit_b16"), attention_flops_share=0.5, forward_bytes_per_sample=0.0, backward_bytes_per_sample=0.0
+    )
+    hardware = find_hardware("h100")
+    speed_up = (
+        estimate(model, "h100", "bf16", batch_size=512).forward_s
+        / estimate(model, "h100", "fp8", batch_size=512).forward_s
+    )
+    ratio = hardware.peak_flops_per_s["fp8"] / hardware.peak_flops_per_s["bf16"]
+    # Half of the work gains the ratio of the peaks (about 2) and half nothing.
+    attention = GPU_COMPUTE_EFFICIENCY / GPU_ATTENTION_EFFICIENCY
+    assert speed_up == pytest.approx((1 + attention) / (1 / ratio + attention), rel=0.01)
+    assert speed_up < ratio
+
+
+def test_inputs_are_tokens_images_or_of_unknown_size():
+    text = dataclasses.replace(find_workload("bert_base"), sequence_length=2048)
+    assert time_host_copy(text, samples=10) == pytest.approx(10 * 8 * 2048 / HOST_COPY_BYTES_PER_S)
+    assert time_host_copy(find_workload("resnet50"), samples=1) == pytest.approx(12 * 224**2 / HOST_COPY_BYTES_PER_S)
+    assert time_host_copy(dataclasses.replace(find_workload("resnet50"), task_input="LJSpeech"), samples=1) == 0.0

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from precision_time.predictor.artifact import PublishedPredictor
-from precision_time.predictor.hierarchy import HierarchicalPredictor, observe
+from precision_time.predictor.hierarchy import HierarchicalPredictor
+from precision_time.predictor.observations import observe
 from precision_time.tasks import validate
 from precision_time.tasks.report import write_report
 from precision_time.tasks.train import Snapshot
