@@ -5,13 +5,18 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp-$(shell cat constraints.txt pyproject.toml | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-long clean check check-format check-types check-imports check-wheel
+.PHONY: help demo bundle test test-system test-long clean check check-format check-types check-imports check-wheel
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(STAMP) ## a campaign, a predictor and a prediction of an unseen cell on this machine; results in .demo/
 	$(PY) -m precision_time.flows.demo
+
+# Into an empty registry, so that nothing is compared with a champion; the same table, code and seed give the same bytes.
+bundle: $(STAMP) ## train on the public measurements and put the artifact that ships into predictor/data/bundled
+	registry=$$(mktemp -d) && trap 'rm -rf "$$registry"' EXIT && \
+	$(PY) -m precision_time retrain --public --seed 0 --registry "$$registry" --export predictor/data/bundled
 
 test: $(STAMP) ## the quick tests: any CPU machine, under 10 minutes
 	$(PY) -m pytest -m "not ui and not mpi and not faults and not gpu and not long"

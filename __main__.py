@@ -28,6 +28,7 @@ class _Command(NamedTuple):
 # Help and completion read this table, so they import none of the modules in it.
 _COMMANDS = {
     "predict": _Command("predictor.commands", "predict", "How long one training job will take, and why."),
+    "evaluate": _Command("predictor.evaluate_commands", "evaluate", "How far predictions are from measured times."),
     "campaign": _Command("flows.commands", "campaign", "Time real training runs over a grid of cells."),
     "retrain": _Command("flows.commands", "retrain", "Fit, validate and publish a predictor."),
     "probe": _Command("flows.commands", "probe", "What this machine's device can do, measured in seconds."),

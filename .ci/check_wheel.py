@@ -13,9 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "precision_time"
 FOLDERS = {"flows", "tasks", "predictor", "casgd", "storage"}
 DATA = "predictor/data/"
+BUNDLE = f"{DATA}bundled/"
+BUNDLED = {"manifest.json", "predictor.json", "trees.npz", "report.md"}
+#: Only where a campaign's timings were trained on too.
+MAY_BE_BUNDLED = {"workloads.json", "hardware.json"}
+MAX_BUNDLE_BYTES = 5 * 10**6
 QUESTION = (
     "from precision_time import predict_time; "
-    "print(predict_time(model='resnet50', precision='mixed_fp16_fp32', gpus=8, batch_size=256))"
+    "estimate = predict_time(model='resnet50', precision='mixed_fp16_fp32', gpus=8, batch_size=256); "
+    "print(estimate); "
+    "assert estimate.artifact_id and estimate.artifact_id.startswith('bundled@'), estimate.artifact_id"
 )
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 COMMANDS = (
@@ -63,10 +70,26 @@ def belongs(name: str) -> bool:
     )
 
 
+def check_bundle(sizes: dict[str, int]) -> None:
+    """One version of the bundled artifact, all that answers and nothing else, below its limit."""
+    inside = {name.removeprefix(BUNDLE): size for name, size in sizes.items() if name.startswith(BUNDLE)}
+    if not inside:
+        fail(f"no bundled artifact in {BUNDLE}; `make bundle` builds it")
+    versions = {name.partition("/")[0] for name in inside}
+    files = {name.partition("/")[2] for name in inside}
+    if len(versions) != 1 or not BUNDLED <= files <= BUNDLED | MAY_BE_BUNDLED:
+        fail(f"{BUNDLE} holds {sorted(inside)}; expected one version with {sorted(BUNDLED)}")
+    total = sum(inside.values())
+    if total > MAX_BUNDLE_BYTES:
+        fail(f"the bundled artifact takes {total} bytes; at most {MAX_BUNDLE_BYTES}")
+    print(f"bundled artifact: version {versions.pop()}, {total} bytes")
+
+
 def check_contents(wheel: Path, names: list[str]) -> dict[str, int]:
     """Compare the wheel with the sources; return its members with their checksums, the metadata folder aside."""
     with zipfile.ZipFile(wheel) as archive:
         members = {entry.filename: entry.CRC for entry in archive.infolist()}
+        check_bundle({entry.filename.removeprefix(f"{PACKAGE}/"): entry.file_size for entry in archive.infolist()})
     tops = {name.partition("/")[0] for name in members if ".dist-info/" not in name}
     if tops != {PACKAGE}:
         fail(f"top-level names are {sorted(tops)}; expected {PACKAGE} alone")

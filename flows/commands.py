@@ -65,8 +65,12 @@ def campaign(
 
 
 def retrain(
-    data: Annotated[str, typer.Option(help="Folder or URL of the timings.", show_default=False)],
     registry: Annotated[str, typer.Option(help="Folder or URL of the artifact registry.", show_default=False)],
+    data: Annotated[str | None, typer.Option(help="Folder or URL of the timings.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Train on the shipped public measurements too.")] = False,
+    measurements: Annotated[
+        str | None, typer.Option(help="CSV or Parquet file with the public table's columns to train on too.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Name to publish under.")] = "default",
     alias: Annotated[str, typer.Option(help="Moved to the new version after it is published.")] = "champion",
     holdout: Annotated[
@@ -74,11 +78,15 @@ def retrain(
     ] = None,
     level: Annotated[float, typer.Option(help="Share of measurements that intervals are to hold.")] = 0.9,
     seed: Annotated[int, typer.Option(help="Decides folds and trees.")] = 0,
+    export: Annotated[
+        str | None, typer.Option(help="Folder for what of the artifact in use answers questions, without the rest.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fit a predictor on the recorded timings, validate it, and publish it if it passes the gate.
+    """Fit a predictor on recorded timings, public measurements or both, validate it, and publish it if it passes.
 
-    Ends with 3 when the gate holds it back: the champion then stays in use.
+    At least one of --data, --public and --measurements names what to train on. Ends with 3 when the gate holds the
+    predictor back: the champion then stays in use.
     """
     from precision_time.flows.prefect_settings import prefect_api
     from precision_time.flows.settings_file import Document, build_model
@@ -88,6 +96,8 @@ def retrain(
 
     given = {
         "data": data,
+        "public": public,
+        "measurements": measurements,
         "registry": registry,
         "name": name,
         "alias": alias,
@@ -99,7 +109,7 @@ def retrain(
     with prefect_api():
         from precision_time.flows.retrain import run_retraining
 
-        say("training and validating on the recorded timings")
+        say("training and validating")
         result = run_retraining(spec)
     for damaged in result.left_out:
         say(f"left out {damaged}")
@@ -114,6 +124,11 @@ def retrain(
             expected="a passed gate",
             fix="measure more cells and retrain",
         )
+    if export is not None and result.artifact_id is not None:
+        from precision_time.tasks.publish import export_bundle
+
+        bundle = export_bundle(registry, result.artifact_id, into=export)
+        say(f"{result.artifact_id} answers as {bundle.artifact_id} from {export}")
 
 
 def probe(

@@ -24,14 +24,16 @@ publish_task = task(name="publish", cache_policy=NO_CACHE, persist_result=False)
 
 @flow(name="retrain-predictor", result_serializer="json", persist_result=False)
 def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
-    """Train on the recorded timings, validate, and publish what passes the gate.
+    """Train on recorded timings, the public table or both, validate, and publish what passes the gate.
 
     The run ends Completed with its reasons when the gate is not passed or no data is new: the champion then stays.
     """
     logger = get_run_logger()
     progress = ProgressArtifact("retrain-progress", description="Retraining: snapshot, train, validate, publish")
 
-    snapshot = snapshot_task(spec.data, holdout_models=spec.holdout_models)
+    snapshot = snapshot_task(
+        spec.data, public=spec.public, measurements=spec.measurements, holdout_models=spec.holdout_models
+    )
     for path, reason in snapshot.problems:
         logger.warning("left out %s: %s", path, reason)
     progress.update(0.2)
@@ -113,5 +115,5 @@ def run_retraining(spec: RetrainSpec) -> RetrainResult:
     """Run the flow here. What makes it senseless (no data, an unknown model to hold out) is raised before it starts."""
     Registry(spec.registry).names()
     # Read once more inside the flow: an error there would reach the terminal as Prefect's traceback first.
-    take_snapshot(spec.data, holdout_models=spec.holdout_models)
+    take_snapshot(spec.data, public=spec.public, measurements=spec.measurements, holdout_models=spec.holdout_models)
     return retrain_predictor(spec)

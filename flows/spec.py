@@ -243,7 +243,16 @@ class RetrainSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, title="Retraining")
 
-    data: str = Field(title="Data", description="URL or folder of the timings dataset.", min_length=1)
+    data: Annotated[
+        str | None, Field(title="Data", description="URL or folder of the timings dataset.", min_length=1)
+    ] = None
+    public: Annotated[
+        bool, Field(title="Public table", description="Train on the measurements that come with the package too.")
+    ] = False
+    measurements: Annotated[
+        str | None,
+        Field(title="Measurements", description="CSV or Parquet file with the public table's columns.", min_length=1),
+    ] = None
     registry: str = Field(title="Registry", description="URL or folder of the artifact registry.", min_length=1)
     name: Annotated[str, Field(title="Artifact", description="Name to publish under.")] = "default"
     alias: Annotated[str, Field(title="Alias", description="Moved to the new version after it is published.")] = (
@@ -256,6 +265,16 @@ class RetrainSpec(BaseModel):
         float, Field(title="Interval level", description="Share of measurements inside.", ge=0.5, lt=1)
     ] = 0.9
     seed: Annotated[int, Field(title="Seed", ge=0, le=2**31 - 1)] = 0
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "RetrainSpec":
+        if self.data is None and self.measurements is None and not self.public:
+            raise InputError(
+                "there is nothing to train on",
+                got="neither data nor measurements nor public",
+                expected="at least one of them",
+            )
+        return self
 
 
 def read_campaign(path: str | Path, *, overrides: Mapping[str, Any] | None = None) -> CampaignSpec:

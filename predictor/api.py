@@ -7,6 +7,7 @@ import operator
 from pathlib import Path
 from typing import SupportsIndex
 
+from precision_time.predictor.answers import Answers, answer_queries
 from precision_time.predictor.artifact import PublishedPredictor, load_artifact, standing_artifact
 from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, solve_closed_form
 from precision_time.predictor.estimate import TimeEstimate
@@ -18,21 +19,23 @@ from precision_time.predictor.hardware import (
     load_hardware,
     parse_bandwidth,
 )
-from precision_time.predictor.hierarchy import PredictedParts
+from precision_time.predictor.implementation import Checkpointing, Implementation
+from precision_time.predictor.parallelism import Parallelism, parse_parallelism
 from precision_time.predictor.precision import Precision, parse_precision
 from precision_time.predictor.workload import find_workload
-from precision_time.storage.errors import InputError, OutOfDomainError
+from precision_time.storage.errors import InputError, OutOfDomainError, UnknownNameError
 
 __all__ = ["predict_time"]
 
 #: The device that is assumed, and named in the answer, when neither the caller nor an artifact gives one.
 DEFAULT_GPU = "A100-SXM4-80GB"
-#: Half width of the interval where no artifact applies, in log seconds: a rule of thumb. Of 960 public rows of
-#: ResNet-18 and -50, BERT-base and ViT-B/16 (1 to 32 GPUs, 20 kinds, GTX 1080 Ti to B200) 90 % lie within a factor
-#: of 1.55; of BERT-base alone, the worst, within 2.5. The closed forms' constants were fitted on some of these rows.
-CLOSED_FORM_RADIUS = math.log(2.5)
-CLOSED_FORM_LEVEL = 0.9
 _LARGEST_COUNT = 10**15
+
+
+def _checkpointing(text: str | None) -> Checkpointing | None:
+    if text not in (None, "none", "selective", "full"):
+        raise UnknownNameError("activation checkpointing", str(text), ("none", "selective", "full"))
+    return text  # type: ignore[return-value]
 
 
 def _count(name: str, value: SupportsIndex | None, *, at_most: int = _LARGEST_COUNT) -> int:
@@ -121,29 +124,20 @@ def _explain(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) 
     return reasons
 
 
-def _judge(
-    setup: TrainingSetup, published: PublishedPredictor | None, *, unpublished: str
-) -> tuple[str, float, float, str | None, list[str]]:
-    """(regime, interval radius in log seconds, level, artifact id, reasons)."""
+def _judge(answers: Answers, published: PublishedPredictor | None, setup: TrainingSetup, *, why: str) -> list[str]:
+    """Who answered the one query, and what of it is new, as reasons."""
     if published is None:
-        reasons = [f"{unpublished}: answered by the closed forms, whose interval is a rule of thumb"]
-        return "new model and gpu", CLOSED_FORM_RADIUS, CLOSED_FORM_LEVEL, None, reasons
-    predictor, artifact_id = published.predictor, published.manifest.artifact_id
-    regime = predictor.domain.regime_of(setup)
-    if setup.hardware.name not in predictor.domain.gpus:
-        reasons = [
-            f"{artifact_id} was trained on {', '.join(predictor.domain.gpus)}, not on {setup.hardware.name}: answered "
-            "by the closed forms, whose interval is a rule of thumb"
-        ]
-        return regime, CLOSED_FORM_RADIUS, CLOSED_FORM_LEVEL, None, reasons
-    gaps = predictor.domain.list_gaps(setup)
-    # The regime's own gap (the model, the scale) is what its radius was calibrated for; a further one is not.
-    calibrated = regime in predictor.radii and len(gaps) == (regime != "known")
-    reasons = [f"{artifact_id}: {gap}" for gap in gaps]
-    if calibrated:
-        return regime, predictor.radii[regime], predictor.level, artifact_id, reasons
-    reasons.append("no interval was calibrated for such a question: the widest at hand is given")
-    return regime, max([CLOSED_FORM_RADIUS, *predictor.radii.values()]), predictor.level, artifact_id, reasons
+        return [f"{why}: answered by the closed forms, whose interval is a rule of thumb"]
+    artifact_id = published.manifest.artifact_id
+    reasons = [f"{artifact_id}: {gap}" for gap in answers.gaps[0]]
+    if not answers.by_artifact[0]:
+        reasons.append(
+            f"{artifact_id} does not speak of {setup.hardware.name}: answered by the closed forms, whose interval is a "
+            "rule of thumb"
+        )
+    elif not answers.calibrated[0]:
+        reasons.append("no interval was calibrated for such a question: the widest at hand is given")
+    return reasons
 
 
 def predict_time(
@@ -156,6 +150,9 @@ def predict_time(
     nodes: int | None = None,
     gradient_accumulation_steps: int = 1,
     strategy: str = "ddp",
+    task_input: str = "",
+    activation_checkpointing: str | None = None,
+    compiled: bool | None = None,
     steps: int | None = None,
     epochs: float | None = None,
     dataset_size: int | None = None,
@@ -168,7 +165,12 @@ def predict_time(
 
     ``precision`` in any common spelling (``mixed_fp16_fp32``, ``bf16-mixed``, ``tf32``, ...); ``batch_size`` is what
     one GPU takes in one micro-step, ``gpus`` the number of GPUs over all nodes, ``gpu`` the device's name (what was
-    assumed without one is said in ``reasons``). ``dataset_size`` counts samples. ``network_bandwidth`` is that of one
+    assumed without one is said in ``reasons``). ``strategy`` is ``ddp``, ``fsdp``, ``zero1`` to ``zero3``, or degrees
+    such as ``tp4-pp8`` (the rest of the GPUs are replicas, each of batch ``batch_size``); ``task_input`` another
+    resolution or sequence length than the model's usual one; ``activation_checkpointing`` ``none``, ``selective`` or
+    ``full``; ``compiled`` whether the step is compiled; None where you do not know.
+
+    ``dataset_size`` counts samples. ``network_bandwidth`` is that of one
     node in one direction with its unit (``25 Gbit/s``); ``hardware_file`` describes devices that are not shipped, in
     the form of ``predictor/data/gpus.toml``. ``artifact`` names a published predictor (``name@version`` with the
     registry's URL or folder before it); without one ``PRECISION_TIME_ARTIFACT`` and the configured registry are asked,
@@ -185,13 +187,7 @@ def predict_time(
     if gpu is None:
         gpu = published.manifest.default_gpu if published else DEFAULT_GPU
         reasons.append(f"no gpu was given: assumed {gpu}")
-    if strategy != "ddp":
-        raise InputError(
-            "the strategy is not covered",
-            got=repr(strategy),
-            expected="ddp",
-            fix="no estimate is better than one for another strategy",
-        )
+    layout = parse_parallelism(strategy, world_size=world_size)
     policy = parse_precision(precision)
     described = list(load_hardware(hardware_file).values()) if hardware_file is not None else []
     hardware = find_hardware(gpu, measured=[*(published.hardware if published else ()), *described])
@@ -202,7 +198,7 @@ def predict_time(
     if assumed:
         reasons.append(assumed)
     setup = TrainingSetup(
-        workload=find_workload(model, measured=published.workloads if published else ()),
+        workload=find_workload(model, task_input=str(task_input), measured=published.workloads if published else ()),
         hardware=hardware,
         precision=policy,
         world_size=world_size,
@@ -210,15 +206,18 @@ def predict_time(
         batch_size=_count("batch_size", batch_size, at_most=1_000_000_000),
         gradient_accumulation_steps=micro_steps,
         strategy=strategy,
+        parallelism=None if layout == Parallelism(data=world_size) else layout,
+        implementation=Implementation(checkpointing=_checkpointing(activation_checkpointing), compiled=compiled),
     )
-    global_batch_size = setup.batch_size * world_size * micro_steps
+    global_batch_size = setup.batch_size * layout.data * micro_steps
     job_steps, epoch_steps = _plan_steps(
         steps=steps, epochs=epochs, dataset_size=dataset_size, global_batch_size=global_batch_size
     )
 
     query = Query.of(setup)
     closed = query.closed
-    regime, radius, level, artifact_id, judged = _judge(setup, published, unpublished=unpublished)
+    answers = answer_queries([query], published=published)
+    regime, judged = answers.regimes[0], _judge(answers, published, setup, why=unpublished)
     if strict and (regime != "known" or judged):
         raise OutOfDomainError(
             "the question is outside the training data",
@@ -226,24 +225,17 @@ def predict_time(
             expected="a known model on known hardware",
             fix="measure it in a campaign, or leave strict out",
         )
-    if published is not None and artifact_id is not None:
-        parts = published.predictor.predict([query])
-        compute, communication, exposed = _first(parts)
-    else:
-        compute, communication, exposed = (
-            closed.compute_time_s,
-            closed.communication_time_s,
-            closed.exposed_communication_s,
-        )
-    iteration = compute + exposed
-    low, high = iteration * math.exp(-radius), iteration * math.exp(radius)
+    parts = answers.parts
+    iteration, compute = float(parts.iteration_time_s[0]), float(parts.compute_time_s[0])
+    exposed = float(parts.exposed_communication_s[0])
+    low, high = float(answers.low_s[0]), float(answers.high_s[0])
     return TimeEstimate(
         iteration_time_s=iteration,
         low_s=low,
         high_s=high,
-        level=level,
+        level=answers.level,
         compute_time_s=compute,
-        communication_time_s=communication,
+        communication_time_s=float(parts.communication_time_s[0]),
         exposed_communication_s=exposed,
         optimizer_time_s=compute * closed.optimizer_time_s / closed.compute_time_s,
         samples_per_s=global_batch_size / iteration,
@@ -255,19 +247,11 @@ def predict_time(
         gpu=hardware.name,
         regime=regime,
         reasons=(*reasons, *judged, *_explain(setup, closed, exposed_share=exposed / iteration)),
-        artifact_id=artifact_id,
+        artifact_id=published.manifest.artifact_id if published is not None and answers.by_artifact[0] else None,
         steps=job_steps,
         epochs=epochs,
         total_time_s=None if job_steps is None else job_steps * iteration,
         total_low_s=None if job_steps is None else job_steps * low,
         total_high_s=None if job_steps is None else job_steps * high,
         epoch_time_s=None if epoch_steps is None else epoch_steps * iteration,
-    )
-
-
-def _first(parts: PredictedParts) -> tuple[float, float, float]:
-    return (
-        float(parts.compute_time_s[0]),
-        float(parts.communication_time_s[0]),
-        float(parts.exposed_communication_s[0]),
     )

@@ -1,21 +1,41 @@
 """TrainingDomain: what the training data covered, and in which regime a query lies."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any
 
 from precision_time.predictor.closed_form import TrainingSetup
 from precision_time.predictor.observations import Observation
 
-__all__ = ["REGIMES", "TrainingDomain"]
+__all__ = ["REGIMES", "TrainingDomain", "network_of"]
 
-REGIMES = ("known", "new gpu", "new model", "new model and gpu", "beyond scale")
+#: How far a query is from the training data. A network that was never seen is a new model where others of its family
+#: were, else a new family.
+REGIMES = ("known", "new gpu", "new model", "new family", "new model and gpu", "beyond scale")
+
+_MOST_NAMES = 6
+
+
+def network_of(setup: TrainingSetup) -> str:
+    """The one name for all names of the network of ``setup``."""
+    return setup.workload.network or setup.workload.name
+
+
+def _list_names(names: Sequence[str], *, near: str) -> str:
+    """All names, or the nearest few and how many there are."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    close = get_close_matches(near, names, n=3, cutoff=0.3)
+    return f"{len(names)} others" + (f", among them {', '.join(close)}" if close else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDomain:
-    """What the training data covered."""
+    """What the training data covered; ``networks`` and ``batch_sizes`` go by the one name of each network."""
 
-    models: tuple[str, ...]
+    networks: tuple[str, ...]
+    families: tuple[str, ...]
     gpus: tuple[str, ...]
     precisions: tuple[str, ...]
     max_world_size: int
@@ -23,32 +43,38 @@ class TrainingDomain:
     batch_sizes: dict[str, tuple[int, int]]
 
     @classmethod
-    def of(cls, observations: Sequence[Observation]) -> "TrainingDomain":
+    def of(cls, observations: Iterable[Observation]) -> "TrainingDomain":
         """The domain spanned by ``observations``."""
         batches: dict[str, tuple[int, int]] = {}
-        for seen in observations:
-            name, size = seen.measurement.model, seen.setup.batch_size
+        setups = [seen.setup for seen in observations]
+        for setup in setups:
+            name, size = network_of(setup), setup.batch_size
             low, high = batches.get(name, (size, size))
             batches[name] = (min(low, size), max(high, size))
         return cls(
-            models=tuple(sorted({seen.measurement.model for seen in observations})),
-            gpus=tuple(sorted({seen.setup.hardware.name for seen in observations})),
-            precisions=tuple(sorted({seen.setup.precision.name for seen in observations})),
-            max_world_size=max(seen.setup.world_size for seen in observations),
-            max_accumulation_steps=max(seen.setup.gradient_accumulation_steps for seen in observations),
+            networks=tuple(sorted(batches)),
+            families=tuple(sorted({setup.workload.family for setup in setups if setup.workload.family})),
+            gpus=tuple(sorted({setup.hardware.name for setup in setups})),
+            precisions=tuple(sorted({setup.precision.name for setup in setups})),
+            max_world_size=max(setup.world_size for setup in setups),
+            max_accumulation_steps=max(setup.gradient_accumulation_steps for setup in setups),
             batch_sizes=batches,
         )
 
     def list_gaps(self, setup: TrainingSetup) -> list[str]:
         """In words, what of ``setup`` the training data never held; empty inside the domain."""
         gaps = []
-        if setup.workload.name not in self.models:
-            gaps.append(f"{setup.workload.name} was never seen, only {', '.join(self.models)}")
-        elif (
-            not self.batch_sizes[setup.workload.name][0] <= setup.batch_size <= self.batch_sizes[setup.workload.name][1]
-        ):
-            low, high = self.batch_sizes[setup.workload.name]
-            gaps.append(f"batch {setup.batch_size} is outside the measured {low} to {high}")
+        network = network_of(setup)
+        if network not in self.batch_sizes:
+            gaps.append(f"{setup.workload.name} was never seen, only {_list_names(self.networks, near=network)}")
+        else:
+            low, high = self.batch_sizes[network]
+            if not low <= setup.batch_size <= high:
+                gaps.append(f"batch {setup.batch_size} is outside the measured {low} to {high}")
+        if setup.hardware.name not in self.gpus:
+            gaps.append(
+                f"{setup.hardware.name} was never measured, only {_list_names(self.gpus, near=setup.hardware.name)}"
+            )
         if setup.world_size > self.max_world_size:
             gaps.append(f"at most {self.max_world_size} ranks were measured")
         if setup.precision.name not in self.precisions:
@@ -59,10 +85,26 @@ class TrainingDomain:
 
     def regime_of(self, setup: TrainingSetup) -> str:
         """How far ``setup`` is from the training data: one of ``REGIMES``."""
-        known_model = setup.workload.name in self.models
+        known_model = network_of(setup) in self.batch_sizes
         known_gpu = setup.hardware.name in self.gpus
         if known_model and known_gpu:
             return "beyond scale" if setup.world_size > self.max_world_size else "known"
         if known_model:
             return "new gpu"
-        return "new model" if known_gpu else "new model and gpu"
+        if not known_gpu:
+            return "new model and gpu"
+        return "new model" if setup.workload.family in self.families else "new family"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainingDomain":
+        """The inverse of ``to_dict``; raises ``KeyError``, ``TypeError`` or ``ValueError`` for what does not fit."""
+        return cls(
+            **{name: tuple(map(str, values[name])) for name in ("networks", "families", "gpus", "precisions")},
+            max_world_size=int(values["max_world_size"]),
+            max_accumulation_steps=int(values["max_accumulation_steps"]),
+            batch_sizes={str(name): (int(low), int(high)) for name, (low, high) in values["batch_sizes"].items()},
+        )

@@ -1,22 +1,23 @@
-"""HierarchicalPredictor: a compute model, a communication model, and an aggregator of the share that stays exposed."""
+"""HierarchicalPredictor: models of compute, communication, exposed share and total, blended with the closed forms."""
 
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.domain import TrainingDomain
-from precision_time.predictor.features import SETUP_FEATURES, Query, feature_matrix
+from precision_time.predictor.blending import Blend, apply_blend, learn_blend
+from precision_time.predictor.domain import REGIMES, TrainingDomain
+from precision_time.predictor.features import CLOSED_FORM_FEATURES, SETUP_FEATURES, Query, feature_matrix
+from precision_time.predictor.learner import FEWEST_FOR_MANY, boost, boost_out_of_fold, choose_parameters
 from precision_time.predictor.observations import Observation
-from precision_time.predictor.splits import split_by_group
 from precision_time.predictor.trees import FlatForest, flatten_xgboost, forests_from_bytes, forests_to_bytes
 from precision_time.storage.errors import InputError, IntegrityError
 
-__all__ = ["STAGE_FEATURES", "HierarchicalPredictor", "PredictedParts"]
+__all__ = ["STAGE_FEATURES", "VARIANTS", "HierarchicalPredictor", "PredictedParts", "closed_parts"]
 
 _COMMUNICATION = (
     "log_closed_communication_s", "log_message_bytes", "bucket_count", "log_link_bytes_per_s", "log_world_size",
@@ -33,25 +34,23 @@ STAGE_FEATURES: dict[str, tuple[str, ...]] = {
     "compute": SETUP_FEATURES,
     "communication": _COMMUNICATION,
     "exposed": _EXPOSED,
+    "total": SETUP_FEATURES,
 }
+_WITHOUT_CLOSED_FORM = tuple(name for name in SETUP_FEATURES if name not in CLOSED_FORM_FEATURES)
+
+#: What can be left out of a fit on many rows, to see what it gives: the lean on the closed forms, the closed form as
+#: the base of the trees, the closed form altogether; and the total by the stages alone.
+VARIANTS = ("full", "no_blend", "direct", "no_closed_form", "stages")
 
 #: Shares below this are told apart by noise only, so logs of shares stop here.
 _SMALLEST_SHARE = 0.02
+_FEWEST_ROWS = 4
+#: Stages that share out a total need fewer rounds than the total; a campaign's own stages choose theirs below this.
+_STAGE_ROUNDS = {"rounds": 120}
 
-#: Chosen for small campaigns: shallow trees and few rounds; retuned when a larger table is trained on.
-PARAMETERS: dict[str, float | int | str] = {
-    "objective": "reg:squarederror",
-    "tree_method": "hist",
-    "max_depth": 4,
-    "eta": 0.1,
-    "min_child_weight": 1.0,
-    "lambda": 1.0,
-    "subsample": 0.9,
-    "rounds": 120,
-    # one thread: results do not depend on the machine, and small fits are faster so
-    "nthread": 1,
-}
-STACK_FOLDS = 5
+#: Where blends were not learned: what a campaign saw it may speak of, and its own hardware only; and without a lean.
+_TRUSTED = {regime: Blend(1.0, 1.0) for regime in ("known", "new model", "new family", "beyond scale")}
+_ALL_TRUSTED = {regime: Blend(1.0, 1.0) for regime in REGIMES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,84 +66,106 @@ class PredictedParts:
         """Seconds of one iteration."""
         return self.compute_time_s + self.exposed_communication_s
 
+    def rescale(self, iteration_time_s: npt.NDArray[np.float64]) -> "PredictedParts":
+        """The same shares of another iteration time."""
+        factor = iteration_time_s / self.iteration_time_s
+        return PredictedParts(
+            compute_time_s=self.compute_time_s * factor,
+            communication_time_s=self.communication_time_s * factor,
+            exposed_communication_s=self.exposed_communication_s * factor,
+        )
+
 
 def _share(exposed_s: float, communication_s: float) -> float:
     return max(exposed_s / communication_s, _SMALLEST_SHARE) if communication_s > 0 else _SMALLEST_SHARE
 
 
+def closed_parts(queries: Sequence[Query]) -> PredictedParts:
+    """What the closed forms say to each query."""
+    return PredictedParts(
+        compute_time_s=np.array([query.closed.compute_time_s for query in queries]),
+        communication_time_s=np.array([query.closed.communication_time_s for query in queries]),
+        exposed_communication_s=np.array([query.closed.exposed_communication_s for query in queries]),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalPredictor:
-    """Three stages, each a boosted correction of a closed form.
+    """Four stages, each a boosted correction of a closed form, and a blend with the closed forms themselves.
 
-    Compute: log(measured compute / roofline). Communication: log(measured bucket time / all-reduce model).
-    Exposed: log(measured exposed share / share of the bucket timeline), reading what the first two say. An iteration
-    is compute + share x communication. A stage without training rows leaves its closed form as it is.
+    Compute: log(measured compute / roofline); on one rank the iteration is compute. Communication: log(measured bucket
+    time / all-reduce model). Exposed: log(measured exposed share / share of the bucket timeline), reading what the
+    first two say. By these an iteration is compute + share x communication. Total: log(measured iteration / closed
+    form), trained where many rows tell no more than totals; it then decides the iteration, and the stages its shares.
+    A stage without training rows leaves its closed form as it is.
 
+    ``blend`` says, by regime, how much the trees have to say and how far the closed forms are off where they do not.
     ``boosters`` holds XGBoost's own JSON of each stage (kept for inspection; serving reads ``forests`` alone) and
     ``radii`` the half width of the interval in log seconds for each calibrated regime at ``level``.
     """
 
     forests: Mapping[str, FlatForest]
     domain: TrainingDomain
+    blend: Mapping[str, Blend]
+    variant: str = "full"
     boosters: Mapping[str, bytes] = field(default_factory=dict)
     radii: Mapping[str, float] = field(default_factory=dict)
     level: float = 0.9
 
     @classmethod
-    def fit(cls, observations: Sequence[Observation], *, seed: int = 0) -> "HierarchicalPredictor":
-        """Train the three stages. Raises ``InputError`` when fewer than 4 rows have a compute time."""
+    def fit(
+        cls, observations: Sequence[Observation], *, seed: int = 0, variant: str = "full"
+    ) -> "HierarchicalPredictor":
+        """Train the stages; ``variant`` leaves out a part of them (see ``VARIANTS``).
+
+        Raises ``InputError`` when fewer than 4 rows have a compute time, or for an unknown variant.
+        """
+        if variant not in VARIANTS:
+            raise InputError("no such variant", got=variant, expected=f"one of {', '.join(VARIANTS)}")
         timed = [seen for seen in observations if seen.compute_time_s is not None]
-        if len(timed) < 4:
+        if len(timed) < _FEWEST_ROWS:
             raise InputError(
                 "too few measurements to train on",
                 got=f"{len(timed)} rows",
-                expected="at least 4 rows",
+                expected=f"at least {_FEWEST_ROWS} rows",
                 fix="run a campaign with more cells",
             )
-        forests: dict[str, FlatForest] = {}
         boosters: dict[str, bytes] = {}
+        _fit_stages(timed, boosters, seed=seed)
+        # Rows that tell their parts need no stage of their own for the whole.
+        totals = len(observations) >= FEWEST_FOR_MANY
+        blend = {}
+        if totals and variant != "stages":
+            _fit_total(observations, boosters, seed=seed, variant=variant)
+        if totals and variant == "full":
+            blend = learn_blend(observations, seed=seed)
+        return cls(
+            forests={stage: flatten_xgboost(model) for stage, model in boosters.items()},
+            boosters=boosters,
+            domain=TrainingDomain.of(observations),
+            blend=blend or dict(_TRUSTED if not totals else _ALL_TRUSTED),
+            variant=variant,
+        )
 
-        def train(
-            stage: str, seen: list[Observation], rows: list[dict[str, float]], targets: npt.NDArray[np.float64]
-        ) -> npt.NDArray[np.float64]:
-            matrix = feature_matrix(rows, STAGE_FEATURES[stage])
-            groups = [one.measurement.configuration for one in seen]
-            boosters[stage], out_of_fold = _boost(matrix, targets, groups=groups, seed=seed)
-            forests[stage] = flatten_xgboost(boosters[stage])
-            return out_of_fold
-
-        rows = [seen.query.row for seen in timed]
-        targets = np.array([math.log((seen.compute_time_s or 0.0) / seen.closed.compute_time_s) for seen in timed])
-        correction = train("compute", timed, rows, targets)
-
-        parallel = [number for number, seen in enumerate(timed) if seen.measurement.communication_time_s]
-        if len(parallel) >= 4:
-            logs = [math.log(seen.closed.compute_time_s) for seen in timed]
-            rows = [timed[i].query.row | {"log_compute_s": logs[i] + correction[i]} for i in parallel]
-            timed = [timed[i] for i in parallel]
-            measured = np.array([seen.measurement.communication_time_s for seen in timed], dtype=np.float64)
-            closed = np.array([seen.closed.communication_time_s for seen in timed])
-            correction = train("communication", timed, rows, np.log(measured / closed))
-
-            rows = [
-                row | {"log_communication_over_compute": math.log(closed[i]) + correction[i] - row["log_compute_s"]}
-                for i, row in enumerate(rows)
-            ]
-            targets = np.array(
-                [
-                    math.log(
-                        _share(seen.measurement.iteration_time_s - (seen.compute_time_s or 0.0), float(measured[i]))
-                        / _share(seen.closed.exposed_communication_s, seen.closed.communication_time_s)
-                    )
-                    for i, seen in enumerate(timed)
-                ]
-            )
-            train("exposed", timed, rows, targets)
-        return cls(forests=forests, boosters=boosters, domain=TrainingDomain.of(observations))
+    def trusts(self, regime: str) -> bool:
+        """Whether the trees have a say in ``regime``; else the closed forms answer."""
+        return regime in self.blend and self.blend[regime].weight > 0
 
     def predict(self, queries: Sequence[Query]) -> PredictedParts:
         """Seconds by part for each query."""
-        rows, closed = [query.row for query in queries], [query.closed for query in queries]
+        parts = self._predict_stages(queries)
+        closed_s = np.array([query.closed.iteration_time_s for query in queries])
+        trees_s = parts.iteration_time_s
+        if "total" in self.forests:
+            rows = [query.row for query in queries]
+            trees_s = np.exp(self.forests["total"].predict(feature_matrix(rows, _total_features(self.variant))))
+            if self.variant not in ("direct", "no_closed_form"):
+                trees_s = trees_s * closed_s
+        regimes = [self.domain.regime_of(query.setup) for query in queries]
+        return parts.rescale(apply_blend(self.blend, regimes, trees_s=trees_s, closed_s=closed_s))
+
+    def _predict_stages(self, queries: Sequence[Query]) -> PredictedParts:
+        rows, closed = [query.row for query in queries], closed_parts(queries)
 
         def correct(stage: str, base: npt.NDArray[np.float64], stacked: list[dict[str, float]]) -> npt.NDArray[Any]:
             if stage not in self.forests:
@@ -152,30 +173,25 @@ class HierarchicalPredictor:
             correction = self.forests[stage].predict(feature_matrix(stacked, STAGE_FEATURES[stage]))
             return base * np.exp(correction.astype(np.float64))
 
-        stacked = list(rows)
-        compute = correct("compute", np.array([form.compute_time_s for form in closed]), stacked)
-        communication = np.array([form.communication_time_s for form in closed])
+        compute = correct("compute", closed.compute_time_s, list(rows))
+        communication, exposed = closed.communication_time_s, closed.exposed_communication_s
         several = communication > 0
-        if not several.any():
-            return PredictedParts(
-                compute_time_s=compute,
-                communication_time_s=communication,
-                exposed_communication_s=np.zeros_like(compute),
+        if several.any() and "communication" in self.forests:
+            stacked = [row | {"log_compute_s": math.log(compute[i])} for i, row in enumerate(rows)]
+            communication = np.where(several, correct("communication", communication, stacked), 0.0)
+            stacked = [
+                row
+                | {
+                    "log_communication_over_compute": math.log(communication[i] / compute[i])
+                    if several[i]
+                    else math.nan
+                }
+                for i, row in enumerate(stacked)
+            ]
+            shares = np.array(
+                [_share(query.closed.exposed_communication_s, query.closed.communication_time_s) for query in queries]
             )
-        stacked = [row | {"log_compute_s": math.log(compute[i])} for i, row in enumerate(rows)]
-        communication = np.where(several, correct("communication", communication, stacked), 0.0)
-        if "exposed" not in self.forests:
-            exposed = np.array([form.exposed_communication_s for form in closed])
-            return PredictedParts(
-                compute_time_s=compute, communication_time_s=communication, exposed_communication_s=exposed
-            )
-        stacked = [
-            row
-            | {"log_communication_over_compute": math.log(communication[i] / compute[i]) if several[i] else math.nan}
-            for i, row in enumerate(stacked)
-        ]
-        shares = np.array([_share(form.exposed_communication_s, form.communication_time_s) for form in closed])
-        exposed = np.where(several, correct("exposed", shares, stacked) * communication, 0.0)
+            exposed = np.where(several, correct("exposed", shares, stacked) * communication, 0.0)
         return PredictedParts(
             compute_time_s=compute, communication_time_s=communication, exposed_communication_s=exposed
         )
@@ -188,7 +204,8 @@ class HierarchicalPredictor:
         """The files of an artifact: ``trees.npz``, ``predictor.json`` and one XGBoost JSON per stage."""
         described = {
             "stages": {stage: list(STAGE_FEATURES[stage]) for stage in self.forests},
-            "domain": asdict(self.domain),
+            "domain": self.domain.to_dict(),
+            "blend": {regime: list(blend) for regime, blend in self.blend.items()},
             "radii": dict(self.radii),
             "level": self.level,
         }
@@ -207,20 +224,15 @@ class HierarchicalPredictor:
         try:
             described = json.loads(files["predictor.json"])
             stages = {str(stage): tuple(names) for stage, names in described["stages"].items()}
-            domain = described["domain"]
-            domain = TrainingDomain(
-                **{name: tuple(domain[name]) for name in ("models", "gpus", "precisions")},
-                max_world_size=int(domain["max_world_size"]),
-                max_accumulation_steps=int(domain["max_accumulation_steps"]),
-                batch_sizes={str(name): (int(low), int(high)) for name, (low, high) in domain["batch_sizes"].items()},
-            )
+            domain = TrainingDomain.from_dict(described["domain"])
+            blend = {str(regime): Blend(*map(float, values)) for regime, values in described["blend"].items()}
             radii = {str(name): float(radius) for name, radius in described["radii"].items()}
             level = float(described["level"])
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise IntegrityError(
                 "predictor.json does not describe a predictor",
                 got=repr(error),
-                expected="stages, domain, radii and level",
+                expected="stages, domain, blend, radii and level",
                 fix="publish the artifact again",
             ) from error
         for stage, names in stages.items():
@@ -233,31 +245,66 @@ class HierarchicalPredictor:
                 )
         counts = {stage: len(names) for stage, names in stages.items()}
         forests = forests_from_bytes(files["trees.npz"], feature_counts=counts)
-        return cls(forests=forests, domain=domain, radii=radii, level=level)
+        return cls(forests=forests, domain=domain, blend=blend, radii=radii, level=level)
 
 
-def _boost(
-    matrix: npt.NDArray[np.float32], targets: npt.NDArray[np.float64], *, groups: Sequence[Hashable], seed: int
-) -> tuple[bytes, npt.NDArray[np.float64]]:
-    """Fit boosted trees; returns XGBoost's JSON and each row's correction by trees that did not see its group.
+def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, seed: int) -> None:
+    """Train compute, and where parts were measured communication and the exposed share, each on what came before."""
 
-    As many rounds are kept as serve the rows left out of inner folds best (mean absolute error), so that a handful of
-    noisy rows ends near their median instead of being learned by heart.
-    """
-    import xgboost  # heavy, and needed for training only
+    def train(
+        stage: str, seen: Sequence[Observation], rows: list[dict[str, float]], targets: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        boosters[stage], out_of_fold = boost_out_of_fold(
+            feature_matrix(rows, STAGE_FEATURES[stage]),
+            targets,
+            groups=[one.measurement.configuration for one in seen],
+            parameters=choose_parameters(len(seen)) | _STAGE_ROUNDS,
+            seed=seed,
+        )
+        return out_of_fold
 
-    parameters = {name: value for name, value in PARAMETERS.items() if name != "rounds"}
-    parameters |= {"seed": seed, "base_score": float(np.median(targets))}
+    rows = [seen.query.row for seen in timed]
+    targets = np.array([math.log((seen.compute_time_s or 0.0) / seen.closed.compute_time_s) for seen in timed])
+    correction = train("compute", timed, rows, targets)
 
-    def boost(rows: npt.NDArray[np.bool_], rounds: int) -> bytes:
-        data = xgboost.DMatrix(matrix[rows], targets[rows])
-        return bytes(xgboost.train(parameters, data, num_boost_round=rounds).save_raw("json"))
+    parallel = [number for number, seen in enumerate(timed) if seen.measurement.communication_time_s]
+    if len(parallel) < _FEWEST_ROWS:
+        return
+    logs = [math.log(seen.closed.compute_time_s) for seen in timed]
+    rows = [timed[i].query.row | {"log_compute_s": logs[i] + correction[i]} for i in parallel]
+    timed = [timed[i] for i in parallel]
+    measured = np.array([seen.measurement.communication_time_s for seen in timed], dtype=np.float64)
+    closed = np.array([seen.closed.communication_time_s for seen in timed])
+    correction = train("communication", timed, rows, np.log(measured / closed))
 
-    most = int(PARAMETERS["rounds"])
-    after_round = np.empty((len(targets), most))
-    folds = split_by_group(groups, folds=STACK_FOLDS, seed=seed)
-    for fold in np.unique(folds):
-        forest = flatten_xgboost(boost(folds != fold, most))
-        after_round[folds == fold] = forest.base_score[0] + forest.leaf_values(matrix[folds == fold]).cumsum(axis=1)
-    rounds = int(np.abs(after_round - targets[:, None]).mean(axis=0).argmin()) + 1
-    return boost(np.ones(len(targets), dtype=np.bool_), rounds), after_round[:, rounds - 1]
+    rows = [
+        row | {"log_communication_over_compute": math.log(closed[i]) + correction[i] - row["log_compute_s"]}
+        for i, row in enumerate(rows)
+    ]
+    targets = np.array(
+        [
+            math.log(
+                _share(seen.measurement.iteration_time_s - (seen.compute_time_s or 0.0), float(measured[i]))
+                / _share(seen.closed.exposed_communication_s, seen.closed.communication_time_s)
+            )
+            for i, seen in enumerate(timed)
+        ]
+    )
+    train("exposed", timed, rows, targets)
+
+
+def _total_features(variant: str) -> tuple[str, ...]:
+    return _WITHOUT_CLOSED_FORM if variant == "no_closed_form" else STAGE_FEATURES["total"]
+
+
+def _fit_total(observations: Sequence[Observation], boosters: dict[str, bytes], *, seed: int, variant: str) -> None:
+    measured = np.log([seen.measurement.iteration_time_s for seen in observations])
+    if variant not in ("direct", "no_closed_form"):
+        measured = measured - np.log([seen.closed.iteration_time_s for seen in observations])
+    rows = [seen.query.row for seen in observations]
+    boosters["total"] = boost(
+        feature_matrix(rows, _total_features(variant)),
+        measured,
+        parameters=choose_parameters(len(observations)),
+        seed=seed,
+    )

@@ -48,7 +48,8 @@ def bootstrap_mape(
     """The interval of ``level`` of the MAPE over resampled rows (percentile bootstrap, Efron 1979)."""
     predicted, measured = np.asarray(predicted_s, np.float64), np.asarray(measured_s, np.float64)
     error = np.abs(predicted - measured) / measured
-    drawn = np.random.default_rng(seed).integers(len(error), size=(BOOTSTRAP_SAMPLES, len(error)))
-    means = error[drawn].mean(axis=1)
+    generator = np.random.default_rng(seed)
+    # One sample at a time: the memory is that of the rows.
+    means = [error[generator.integers(len(error), size=len(error))].mean() for _ in range(BOOTSTRAP_SAMPLES)]
     tail = (1 - level) / 2
     return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))

@@ -101,21 +101,22 @@ _SAME_PARAMETERS = 0.10
 _CARD_FIRST = frozenset({"hifigan"})
 
 
-def describe_row(model: str, task_input: str, params: float, forward_flops: float) -> WorkloadFeatures | None:
+def describe_row(
+    model: str, task_input: str, params: float | None, forward_flops: float | None
+) -> WorkloadFeatures | None:
     """The workload of a row of the public table; None where neither the row nor a card says what it weighs.
 
     The card comes first where it is of the same network as the row (equal parameters within 10 %), since its numbers
-    fit each other; then what the row says itself. ``params`` and ``forward_flops`` are NaN where the row is silent.
+    fit each other; then what the row says itself. ``params`` and ``forward_flops`` are None where the row is silent.
     """
-    says_params, says_flops = params > 0, forward_flops > 0  # False for NaN
     found = find_card(model, task_input)
     card = found if found is not None and found.params is not None else None
     if card is not None and card.params is not None:
         known_flops = card.forward_flops_per_sample
-        if not says_params or model in _CARD_FIRST or abs(card.params / params - 1) < _SAME_PARAMETERS:
-            flops = known_flops if known_flops is not None else forward_flops if says_flops else None
+        if params is None or model in _CARD_FIRST or abs(card.params / params - 1) < _SAME_PARAMETERS:
+            flops = known_flops if known_flops is not None else forward_flops
             return None if flops is None else _describe_known(model, card, card.params, flops, task_input)
-        if not says_flops and known_flops is not None:
+        if forward_flops is None and known_flops is not None:
             # another size of the same network: its work grows about as its parameters do
             return describe_card(
                 model,
@@ -123,7 +124,7 @@ def describe_row(model: str, task_input: str, params: float, forward_flops: floa
                 forward_flops_per_sample=known_flops * params / card.params,
                 task_input=task_input,
             )
-    if not (says_params and says_flops):
+    if params is None or forward_flops is None:
         return None
     return describe_card(model, params=round(params), forward_flops_per_sample=forward_flops, task_input=task_input)
 
@@ -150,7 +151,8 @@ def observe_table(frame: "pd.DataFrame") -> tuple[list[Observation], dict[int, s
     for index, row in enumerate(frame.to_dict("records")):
         task_input = row["task_input"] if isinstance(row["task_input"], str) else ""
         try:
-            workload = describe(row["model"], task_input, row["model_params"], row["fwd_flops_per_sample"])
+            told = [float(row[name]) if row[name] > 0 else None for name in ("model_params", "fwd_flops_per_sample")]
+            workload = describe(row["model"], task_input, *told)
             if workload is None:
                 refused[index] = "model unknown"
                 continue
@@ -184,9 +186,7 @@ def read_network(interconnect: str) -> float | None:
     return max(rates, default=None)
 
 
-def _observe_row(
-    row: Mapping[Any, Any], workload: WorkloadFeatures, *, task_input: str, index: int
-) -> Observation:
+def _observe_row(row: Mapping[Any, Any], workload: WorkloadFeatures, *, task_input: str, index: int) -> Observation:
     world_size, nodes = int(row["world_size"]), int(row["nodes"])
     batch_size, accumulation = max(1, round(row["per_gpu_batch_size"])), int(row["accumulation"])
     if row["pipeline"] > 1 and accumulation == 1:

@@ -81,6 +81,9 @@ _FLAGS = tuple(word for word in REASONS if "_" in word or word in ("suspect", "d
 
 # NVIDIA's recipes for Megatron divide the states of the optimizer over the replicas unless they say otherwise.
 _SHARDED_OPTIMIZERS = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/NeMo", "NVIDIA/NeMo-Framework-Launcher")
+# Cells that a prediction or its score rests on; another one that is no number counts as blank.
+_NEEDED_NUMBERS = ("num_gpus", "num_nodes", "batch_size_per_gpu", "grad_accumulation_steps", "seconds_per_iteration",
+                   "seconds_per_micro_step")  # fmt: skip
 _LINE = re.compile(r"\bline [0-9]+;? ?")
 
 # timm of PyTorch 1.10 and 1.11 days most likely built ConvNeXt-Base under these names: 88.59 M parameters.
@@ -144,17 +147,15 @@ def _shipped(name: str) -> "pd.DataFrame":
 def load_public_table(path: str | None = None) -> PublicTable:
     """The shipped table, or one in a CSV or Parquet file with its columns, parsed and divided.
 
-    No row is refused: what cannot be understood is set aside with its reason. Raises ``InputError`` for a file that
+    No row is refused: what cannot be understood is set aside with its reason. A further column with the name of a
+    parsed one is kept as ``file_<name>``. Raises ``InputError`` for a file that
     lacks ``model gpu num_gpus precision batch_size_per_gpu`` or every column of time, else as ``read_table``.
     """
     raw = shipped_measurements() if path is None else read_table(path)
     if path is not None:
         check_columns(raw, where=path)
-        taken = [column for column in raw.columns if column in _PARSED_COLUMNS]
-        if taken:
-            raise InputError(
-                f"{path} has columns with names of ours", got=", ".join(taken), expected="other names for extra columns"
-            )
+        # An extra column may bear the name of a parsed one: it keeps its values beside ours.
+        raw = raw.rename(columns={name: f"file_{name}" for name in raw.columns if name in _PARSED_COLUMNS})
     frame, reasons = _parse(_complete(raw))
     frame["reason"] = [", ".join(word for word in REASONS if word in words) for words in reasons]
     frame["can_predict"] = [all(REASONS[word].can_predict for word in words) for words in reasons]
@@ -243,7 +244,8 @@ def _complete(raw: "pd.DataFrame") -> "pd.DataFrame":
         given = frame[column].notna() & frame[column].astype(str).str.strip().ne("")
         numbers = pd.to_numeric(frame[column].where(given), errors="coerce").astype(float)
         sound = np.isfinite(numbers) & numbers.gt(0)
-        unusable |= given & ~sound
+        if column in _NEEDED_NUMBERS:
+            unusable |= given & ~sound
         frame[column] = numbers.where(sound)
     for column in TEXT_COLUMNS:
         frame[column] = frame[column].fillna("").astype(str).str.strip() if column in frame else ""
@@ -292,7 +294,8 @@ def _parse(frame: "pd.DataFrame") -> tuple["pd.DataFrame", list[set[str]]]:
     for name in _PARALLELISM_COLUMNS:
         absent = {"sharding": "none", "single_process": False}.get(name, math.nan)
         values = [absent if layout is None else getattr(layout, name) for layout in layouts]
-        frame[name] = pd.Series(values, index=frame.index)
+        kind = None if name in ("sharding", "single_process") else float
+        frame[name] = pd.Series(values, index=frame.index, dtype=kind)
     set_aside(frame["data"].isna() & frame["world_size"].notna(), "parallelism unknown")
 
     _set_batch(frame, reasons, set_aside)

@@ -3,11 +3,12 @@
 import functools
 import tomllib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any
 
 from precision_time.predictor.cards import Card, find_card, find_family, listed_models
+from precision_time.predictor.profiles import OperatorProfile, find_profile
 from precision_time.storage.errors import InputError, UnknownNameError
 
 __all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "find_workload", "known_workloads"]
@@ -76,6 +77,8 @@ class WorkloadFeatures:
     network: str = ""
     #: elements that convolutions, dense products and fused attention write in the forward pass of one sample
     activations_per_sample: float | None = None
+    #: the forward pass by sort of operation; None: not known
+    profile: OperatorProfile | None = None
     #: parameters that work on one token; fewer than ``params`` in a mixture of experts; None: all of them
     active_params: int | None = None
     #: sizes of a transformer, None where they are not known or do not apply
@@ -100,13 +103,14 @@ class WorkloadFeatures:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        return asdict(self) | {"profile": None if self.profile is None else self.profile.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "WorkloadFeatures":
         """The inverse of ``to_dict``; raises ``InputError`` for missing or unknown fields."""
+        profile = values.get("profile")
         try:
-            return cls(**values)
+            return cls(**{**values, "profile": None if profile is None else OperatorProfile.from_dict(profile)})
         except TypeError as error:
             raise InputError(
                 "a workload card does not fit",
@@ -174,6 +178,7 @@ def describe_card(
         backward_ops=max(1, round(backward_ops * operations)),
         source="card",
         activations_per_sample=None if card is None else card.activations_per_sample,
+        profile=None if card is None else find_profile(card),
         active_params=None if card is None else card.active_params,
         layers=layers,
         hidden_size=None if card is None else card.hidden_size,
@@ -209,7 +214,9 @@ def find_workload(name: str, *, task_input: str = "", measured: Iterable[Workloa
         raise InputError("not a model", got=repr(name), expected="a name")
     own = known_workloads() | {card.name: card for card in measured}
     if name in own and task_input in ("", own[name].task_input):
-        return own[name]
+        found = own[name]
+        card = find_card(name, found.task_input) if found.profile is None else None
+        return found if card is None else replace(found, profile=find_profile(card))
     card = find_card(name, task_input)
     if card is None or card.params is None or card.forward_flops_per_sample is None:
         raise UnknownNameError(

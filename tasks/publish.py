@@ -1,20 +1,35 @@
 """Put a validated predictor into the registry, with what a later reader and a later gate must know."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import platform
+from pathlib import Path
 
-from precision_time.predictor.artifact import PublishedPredictor, load_artifact, pack_artifact
-from precision_time.predictor.hierarchy import PARAMETERS, STAGE_FEATURES, HierarchicalPredictor
-from precision_time.storage.errors import IntegrityError, NotFoundError
+from precision_time.predictor.api import DEFAULT_GPU
+from precision_time.predictor.artifact import SERVING_FILES, PublishedPredictor, load_artifact, pack_artifact
+from precision_time.predictor.hierarchy import STAGE_FEATURES, HierarchicalPredictor
+from precision_time.predictor.learner import choose_parameters
+from precision_time.storage.errors import InputError, IntegrityError, NotFoundError
+from precision_time.storage.filesystem import open_store
+from precision_time.storage.manifests import MANIFEST, check_name, list_contents, pack_manifest, seal_manifest
 from precision_time.storage.registry import Registry
 from precision_time.storage.schema import ArtifactFile, ArtifactManifest
 from precision_time.tasks.train import Snapshot
 from precision_time.tasks.validate import Validation
 
-__all__ = ["find_champion", "is_trained_on", "publish_predictor", "trained_cells"]
+__all__ = [
+    "ACCURACY_CARD", "MAX_BUNDLE_BYTES", "export_bundle", "find_champion", "is_trained_on", "publish_predictor",
+    "trained_cells",
+]  # fmt: skip
 
+#: How well the predictor did, for people.
+ACCURACY_CARD = "report.md"
+#: What a bundle may weigh: it travels with every installation.
+MAX_BUNDLE_BYTES = 5 * 10**6
+#: Fields of a manifest that differ between two artifacts that answer alike.
+_OCCASION = {"version", "created_at", "package_versions", "manifest_sha256"}
 _RECORDED_PACKAGES = ("precision-time", "numpy", "pyarrow", "xgboost-cpu")
 
 
@@ -55,8 +70,13 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _most_measured_gpu(snapshot: Snapshot) -> str:
-    names = [seen.measurement.gpu for seen in snapshot.training]
+def _choose_default_gpu(snapshot: Snapshot) -> str:
+    """The device that campaigns measured most; tables of others say nothing about whose question it will be."""
+    names = [seen.measurement.gpu for seen in snapshot.training if seen.index < 0]
+    if not names:
+        names = [seen.measurement.gpu for seen in snapshot.training]
+        if DEFAULT_GPU in names:
+            return DEFAULT_GPU
     return max(sorted(set(names)), key=names.count)
 
 
@@ -76,7 +96,7 @@ def publish_predictor(
     cells = sorted(seen.measurement.cell_id for seen in snapshot.training)
     files = pack_artifact(predictor, workloads=snapshot.workloads, hardware=snapshot.hardware) | {
         "training.json": (json.dumps({"cells": cells, "sha256": snapshot.sha256}) + "\n").encode(),
-        "report.md": report.encode(),
+        ACCURACY_CARD: report.encode(),
     }
 
     def describe(version: int, listed: tuple[ArtifactFile, ...]) -> ArtifactManifest:
@@ -87,16 +107,67 @@ def publish_predictor(
             files=listed,
             feature_names={stage: list(STAGE_FEATURES[stage]) for stage in predictor.forests},
             hardware=list(predictor.domain.gpus),
-            default_gpu=_most_measured_gpu(snapshot),
+            default_gpu=_choose_default_gpu(snapshot),
             precisions=list(predictor.domain.precisions),
             training_data_sha256=snapshot.sha256,
             training_rows=len(snapshot.training),
             training_configurations=len({seen.measurement.configuration for seen in snapshot.training}),
             holdout_models=list(holdout_models),
             seed=seed,
-            parameters=PARAMETERS,
+            parameters=choose_parameters(len(snapshot.training)),
             accuracy=validation.accuracy,
             package_versions=_versions(),
         )
 
     return Registry(registry).publish(name, files, describe=describe, alias=alias)
+
+
+def export_bundle(registry: str, reference: str, *, into: str | Path) -> ArtifactManifest:
+    """Put what of a published artifact answers questions into the folder ``into``, under a manifest of its own.
+
+    The bundle is called like the folder and lies in ``<into>/<version>/``, so the parent folder reads as a registry;
+    models in XGBoost's own form, plots and the list of training rows stay behind. One that is there already is kept
+    when the new one would differ in its version, time and packages only, and else replaced by the next version.
+    Raises ``NotFoundError`` for an unknown reference, ``IntegrityError`` for an artifact that is not what was
+    published, ``InputError`` above ``MAX_BUNDLE_BYTES`` and for a folder in which a registry keeps its versions.
+    """
+    folder = Path(into).expanduser().resolve()
+    name = check_name(folder.name)
+    source, files = Registry(registry).load(reference)
+    files = {path: data for path, data in files.items() if path in (*SERVING_FILES, ACCURACY_CARD)}
+    shelf = Registry(folder.parent)
+    earlier = shelf.versions(name)
+    if len(earlier) > 1 or shelf.aliases(name):
+        raise InputError(
+            "a registry keeps versions in this folder",
+            got=f"{folder}: {len(earlier)} versions",
+            expected="a folder for one bundle and nothing else",
+        )
+    version = max(earlier, default=0) + 1
+    listed = list_contents(files)
+    manifest = seal_manifest(source.model_copy(update={"name": name, "version": version, "files": listed}))
+    document = pack_manifest(manifest, name=name, version=version, files=listed)
+    size = len(document) + sum(file.size_bytes for file in listed)
+    if size > MAX_BUNDLE_BYTES:
+        raise InputError(
+            "the bundle is too large to come with the package",
+            got=f"{size} bytes",
+            expected=f"at most {MAX_BUNDLE_BYTES} bytes",
+            fix="grow fewer or shallower trees",
+        )
+    for old in earlier:
+        # A damaged one is replaced like one of other content.
+        with contextlib.suppress(IntegrityError):
+            standing = shelf.verify(f"{name}@{old}")
+            if standing.model_dump(exclude=_OCCASION) == manifest.model_dump(exclude=_OCCASION):
+                return standing
+    store = open_store(folder)
+    for path, data in sorted(files.items()):
+        store.write_bytes(f"{version}/{path}", data)
+    store.write_bytes(f"{version}/{MANIFEST}", document)
+    for old in earlier:
+        for path in store.list_files(str(old)):
+            store.remove(path)
+        with contextlib.suppress(OSError):
+            (folder / str(old)).rmdir()
+    return shelf.verify(f"{name}@{version}")

@@ -2,23 +2,13 @@
 
 import math
 
+from precision_time.predictor.scoreboard import METHOD_TITLES, title_split
 from precision_time.tasks.train import Snapshot
 from precision_time.tasks.validate import Accuracy, GateDecision, Validation
 
 __all__ = ["accuracy_rows", "readable_accuracy", "write_report"]
 
-_METHODS = {
-    "predictor": "predictor",
-    "precision_blind": "precision-blind",
-    "roofline": "roofline x factor",
-    "closed_form": "closed forms",
-}
-_SPLITS = {
-    "configuration": "5-fold by configuration",
-    "leave-model-out": "leave model out",
-    "leave-gpu-out": "leave GPU out",
-    "holdout": "held-out models",
-}
+_HOLDOUT = "held-out models"
 _SHARES = {
     "MAPE": "mape",
     "median APE": "median_ape",
@@ -32,7 +22,7 @@ _SHARES = {
 def accuracy_rows(accuracy: Accuracy) -> list[dict[str, str | float | None]]:
     """One row per split and method, with every metric as it is."""
     return [
-        {"split": _SPLITS[split], "method": _METHODS[method], **metrics}
+        {"split": _HOLDOUT if split == "holdout" else title_split(split), "method": METHOD_TITLES[method], **metrics}
         for split, methods in accuracy.items()
         for method, metrics in methods.items()
     ]

@@ -6,12 +6,26 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.accuracy import CrossValidation, cross_validate, score_holdout
+from precision_time.predictor.accuracy import CrossValidation, cross_validate_all, score_holdout
 from precision_time.predictor.artifact import PublishedPredictor
+from precision_time.predictor.learner import FEWEST_FOR_MANY
+from precision_time.predictor.leave_out import feasible_splits
 from precision_time.tasks.train import Snapshot
 
 __all__ = ["Accuracy", "GateDecision", "Validation", "judge_challenger", "validate_predictor"]
 
+#: The split whose errors calibrate the interval of each regime; the next one where there is no such split.
+CALIBRATED_ON = {
+    "known": ("configuration",),
+    "new model": ("leave-model-out",),
+    "new family": ("leave-family-out", "leave-model-out"),
+    "new gpu": ("leave-gpu-out",),
+    "new model and gpu": ("leave-gpu-out",),
+    "beyond scale": ("scale",),
+}
+_CAMPAIGN_SPLITS = ("configuration", "leave-model-out", "leave-gpu-out")
+#: A coverage this near to the level is as good as it; below, chance must explain it:
+COVERAGE_BAND = 0.05
 #: A coverage so low that chance alone gives it in fewer than one of a hundred gates stops the publication.
 COVERAGE_SIGNIFICANCE = 0.01
 #: Metrics by split and method, as the manifest stores them.
@@ -39,24 +53,25 @@ class GateDecision:
 def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Validation:
     """Every split the training rows allow, and the held-out models, each with its baselines.
 
-    5-fold over configurations always; leave-model-out and leave-GPU-out where there are two or more to leave out.
+    A table of many rows is put to all splits; a campaign's own to 5-fold over configurations, and to leave-model-out
+    and leave-GPU-out where there are two networks or two chips.
     """
     rows = snapshot.training
-    splits = ["configuration"]
-    if len({seen.measurement.model for seen in rows}) > 1:
-        splits.append("leave-model-out")
-    if len({seen.measurement.gpu for seen in rows}) > 1:
-        splits.append("leave-gpu-out")
-    done = {split: cross_validate(rows, split=split, level=level, seed=seed) for split in splits}
+    splits = feasible_splits(rows)
+    if len(rows) < FEWEST_FOR_MANY:
+        splits = tuple(split for split in splits if split in _CAMPAIGN_SPLITS)
+    done = cross_validate_all(
+        rows, splits=splits, level=level, seed=seed, processes=1 if len(rows) < FEWEST_FOR_MANY else 2
+    )
     accuracy: Accuracy = {split: result.metrics() for split, result in done.items()}
     if snapshot.holdout:
         accuracy["holdout"] = score_holdout(rows, snapshot.holdout, seed=seed)
-    regimes = {"known": "configuration", "new model": "leave-model-out", "new gpu": "leave-gpu-out"}
     # An interval that does not hold on its own split is not given out: such questions get the widest one instead.
     radii = {
-        regime: done[split].radius()
-        for regime, split in regimes.items()
-        if split in done and coverage_holds(accuracy[split], level=level)
+        regime: done[split].radius_of(regime)
+        for regime, candidates in CALIBRATED_ON.items()
+        for split in [next((split for split in candidates if split in done), None)]
+        if split is not None and coverage_holds(accuracy[split], level=level)
     }
     return Validation(
         accuracy=accuracy,
@@ -68,7 +83,11 @@ def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Valida
 
 def chance_of_coverage(covered: int, rows: int, level: float) -> float:
     """The probability that at most ``covered`` of ``rows`` intervals of ``level`` hold, if the level is true."""
-    return math.fsum(math.comb(rows, k) * level**k * (1 - level) ** (rows - k) for k in range(covered + 1))
+    hold, miss = math.log(level), math.log1p(-level)
+    return math.fsum(
+        math.exp(math.lgamma(rows + 1) - math.lgamma(k + 1) - math.lgamma(rows - k + 1) + k * hold + (rows - k) * miss)
+        for k in range(covered + 1)
+    )
 
 
 def coverage_holds(metrics: dict[str, dict[str, float | None]], *, level: float) -> bool:
@@ -76,6 +95,8 @@ def coverage_holds(metrics: dict[str, dict[str, float | None]], *, level: float)
     coverage, rows = metrics["predictor"]["coverage"], metrics["predictor"]["n"]
     if coverage is None or rows is None:
         return False
+    if abs(coverage - level) <= COVERAGE_BAND:
+        return True
     return chance_of_coverage(round(coverage * rows), round(rows), level) >= COVERAGE_SIGNIFICANCE
 
 

@@ -153,13 +153,16 @@ def record() -> Callable[[str, Sequence[Measurement]], None]:
 
 def _publish(url: str, measurements: Sequence[Measurement]) -> None:
     from precision_time.predictor.artifact import pack_artifact
-    from precision_time.predictor.hierarchy import PARAMETERS, STAGE_FEATURES, HierarchicalPredictor
+    from precision_time.predictor.hierarchy import STAGE_FEATURES, HierarchicalPredictor
+    from precision_time.predictor.learner import choose_parameters
     from precision_time.predictor.observations import observe
     from precision_time.storage.registry import Registry
     from precision_time.storage.schema import ArtifactFile, ArtifactManifest
 
     rows = observe(measurements)
-    predictor = HierarchicalPredictor.fit(rows).with_intervals({"known": 0.1, "new model": 0.5}, level=0.9)
+    predictor = HierarchicalPredictor.fit(rows).with_intervals(
+        {"known": 0.1, "new model": 0.5, "new family": 0.5}, level=0.9
+    )
     cells = [seen.measurement.cell_id for seen in rows]
     files = pack_artifact(predictor, workloads=[rows[0].setup.workload], hardware=[])
     files["training.json"] = json.dumps({"cells": cells}).encode()
@@ -179,7 +182,7 @@ def _publish(url: str, measurements: Sequence[Measurement]) -> None:
             training_configurations=len(rows),
             holdout_models=[],
             seed=0,
-            parameters=PARAMETERS,
+            parameters=choose_parameters(len(measurements)),
             accuracy={},
             package_versions={},
         )

@@ -112,3 +112,76 @@ def test_no_data_and_an_unknown_model_to_hold_out_are_refused_before_the_run(fol
         run_retraining(make_spec(tmp_path, holdout_models=[]))
     with pytest.raises(UnknownNameError, match="vit_tiny"):
         run_retraining(make_spec(folder, holdout_models=["vit_tinny"]))
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> str:
+    """Every sixtieth row of the shipped table, as a file of its own."""
+    from precision_time.predictor.public_table import shipped_measurements
+    from precision_time.storage.tables import write_table
+
+    path = str(tmp_path_factory.mktemp("table") / "some.parquet")
+    write_table(path, shipped_measurements().iloc[::60])
+    return path
+
+
+@pytest.fixture
+def passing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quick validation that lets everything through: what is tested is what becomes of the result."""
+    from precision_time.flows import retrain
+    from precision_time.tasks.validate import GateDecision, Validation
+
+    validation = Validation(accuracy={}, cross_validations={}, radii={"known": 0.2}, level=0.9)
+    monkeypatch.setattr(retrain, "validate_task", lambda snapshot, **settings: validation)
+    monkeypatch.setattr(
+        retrain, "judge_challenger", lambda snapshot, validation, **settings: GateDecision(passed=True, reasons=())
+    )
+    monkeypatch.setattr(retrain, "write_report", lambda *parts, **settings: "# Accuracy\n")
+    monkeypatch.setattr(retrain, "publish_pages", lambda **pages: None)
+
+
+@pytest.mark.usefixtures("passing_gate")
+def test_tables_and_timings_make_one_artifact_and_new_cells_a_new_one(tmp_path, table, measure, record) -> None:
+    from precision_time.flows.retrain import run_retraining
+
+    registry = Registry(str(tmp_path / "registry"))
+    public = make_spec(tmp_path, data=None, measurements=table, holdout_models=["resnet50"])
+    result = run_retraining(public)
+    assert (result.status, result.artifact_id) == ("published", "default@1")
+    assert any("rows are set aside" in line for line in result.left_out)
+    manifest, files = registry.load("default@1")
+    assert manifest.holdout_models == ["resnet50"]
+    assert not {"workloads.json", "hardware.json"} & set(files)
+    assert run_retraining(public).status == "nothing new"
+
+    record(str(tmp_path / "timings"), measure(models=("mlp",)))
+    both = run_retraining(make_spec(tmp_path, measurements=table, holdout_models=["resnet50"]))
+    assert both.rows == result.rows + 12
+    cells = [set(json.loads(registry.load(f"default@{version}")[1]["training.json"])["cells"]) for version in (1, 2)]
+    assert cells[0] < cells[1]
+    assert len(cells[1] - cells[0]) == 12
+
+
+@pytest.mark.usefixtures("passing_gate")
+def test_the_command_exports_what_is_in_use(tmp_path, table, capsys) -> None:
+    from precision_time.__main__ import run
+
+    command = [
+        "retrain", "--measurements", table, "--registry", str(tmp_path / "registry"),
+        "--export", str(tmp_path / "shipped" / "bundled"),
+    ]  # fmt: skip
+    assert run(command) == 0
+    assert "default@1 answers as bundled@1" in capsys.readouterr().err
+    exported = {path.name for path in (tmp_path / "shipped" / "bundled" / "1").iterdir()}
+    assert exported == {"manifest.json", "predictor.json", "trees.npz", "report.md"}
+    assert run([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["status"] == "nothing new"
+    assert "default@1 answers as bundled@1" in captured.err
+
+
+def test_a_retraining_on_nothing_is_bad_input(tmp_path, capsys) -> None:
+    from precision_time.__main__ import run
+
+    assert run(["retrain", "--registry", str(tmp_path)]) == 2
+    assert "nothing to train on" in capsys.readouterr().err

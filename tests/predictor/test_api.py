@@ -69,12 +69,12 @@ def test_other_hardware_is_answered_by_the_closed_forms_and_said_so(registry) ->
     assert estimate.artifact_id is None
     assert estimate.regime == "new gpu"
     assert estimate.iteration_time_s == bare.iteration_time_s
-    assert any("default@1 was trained on A100-SXM4-80GB, not on H100" in reason for reason in estimate.reasons)
+    assert any("default@1 does not speak of H100-SXM5-80GB" in reason for reason in estimate.reasons)
 
 
 def test_an_unseen_model_gets_the_wider_interval_of_its_regime(registry) -> None:
     estimate = predict_time("gpt2_mini", "fp32", batch_size=16, artifact=f"{registry}/default")
-    assert estimate.regime == "new model"
+    assert estimate.regime == "new family"
     assert math.log(estimate.high_s / estimate.iteration_time_s) == pytest.approx(0.5)
     assert not any("widest" in reason for reason in estimate.reasons)
 
@@ -170,7 +170,7 @@ def test_job_totals_count_steps_or_epochs_and_multiply() -> None:
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
         ({"gpus": 8, "nodes": 3}, "8 / 3"),
         ({"gpus": 9}, "9 / 2 nodes"),
-        ({"strategy": "zero3"}, "strategy"),
+        ({"strategy": "sideways"}, "sideways"),
         ({"model": None}, "model"),
         ({"model": b"resnet50"}, "model"),
         ({"precision": None}, "precision"),

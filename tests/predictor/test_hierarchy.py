@@ -89,19 +89,21 @@ def test_the_published_trees_equal_the_published_xgboost_model(predictor, rows) 
 
 def test_the_regime_tells_how_far_a_question_is_from_the_data(predictor, rows) -> None:
     setup = rows[0].setup
-    other_model = dataclasses.replace(setup.workload, name="never_seen")
+    other_model = dataclasses.replace(setup.workload, name="never_seen", network="")
+    stranger = dataclasses.replace(other_model, family="never-seen")
     other_gpu = dataclasses.replace(setup.hardware, name="never-seen")
     regime_of = predictor.domain.regime_of
     assert regime_of(setup) == "known"
     assert regime_of(dataclasses.replace(setup, world_size=64)) == "beyond scale"
     assert regime_of(dataclasses.replace(setup, workload=other_model)) == "new model"
+    assert regime_of(dataclasses.replace(setup, workload=stranger)) == "new family"
     assert regime_of(dataclasses.replace(setup, hardware=other_gpu)) == "new gpu"
     assert regime_of(dataclasses.replace(setup, workload=other_model, hardware=other_gpu)) == "new model and gpu"
 
 
 def test_the_domain_is_what_was_measured(rows) -> None:
     domain = TrainingDomain.of(rows)
-    assert domain.models == ("bert_mini", "mlp", "vit_tiny")
+    assert domain.networks == ("bert_mini", "mlp", "vit_tiny")
     assert domain.precisions == ("amp_bf16", "fp32")
     assert domain.max_world_size == 2
     assert domain.batch_sizes["mlp"] == (8, 32)

@@ -201,9 +201,14 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
         load(tmp_path, {}, drop=("gpu",))
 
 
-def test_an_extra_column_with_a_name_of_ours_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"names of ours.*hardware"):
-        load(tmp_path, {"hardware": "x"})
+def test_an_extra_column_with_a_name_of_ours_stands_beside_it(tmp_path: Path) -> None:
+    kept = load(tmp_path, {"hardware": "x"}).kept
+    assert kept["file_hardware"].tolist() == ["x"]
+    assert kept["hardware"].tolist() != ["x"]
+
+
+def test_a_cell_that_nothing_rests_on_counts_as_blank(tmp_path: Path) -> None:
+    assert len(load(tmp_path, {"global_batch_size": "many"}).kept) == 1
 
 
 @given(

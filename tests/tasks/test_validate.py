@@ -51,10 +51,10 @@ def validation(snapshot):
 
 
 def test_every_split_stands_beside_both_baselines(validation) -> None:
-    assert set(validation.accuracy) == {"configuration", "leave-model-out", "holdout"}
+    assert set(validation.accuracy) == {"configuration", "leave-model-out", "speed-up", "holdout"}
     for methods in validation.accuracy.values():
         assert set(methods) == {"predictor", "precision_blind", "roofline", "closed_form"}
-    assert set(validation.radii) == {"known", "new model"}
+    assert set(validation.radii) == {"known", "new model", "new family"}
 
 
 def test_a_first_artifact_passes_on_coverage_and_a_win_over_the_closed_forms(snapshot, validation) -> None:

@@ -1,0 +1,211 @@
+"""Command line of the evaluation: ``precision-time evaluate``."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from precision_time.storage.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from precision_time.predictor.artifact import PublishedPredictor
+
+__all__ = ["evaluate"]
+
+#: Without a terminal nothing is cut or wrapped.
+_FILE_WIDTH = 160
+#: A column of more values is shown by its largest groups; --json has all of them.
+_MOST_GROUPS = 60
+
+
+def evaluate(
+    measurements: Annotated[
+        str | None, typer.Option(metavar="FILE", help="CSV or Parquet of training runs in the public table's columns.")
+    ] = None,
+    collectives: Annotated[
+        str | None, typer.Option(metavar="FILE", help="CSV or Parquet of collective curves: score the network model.")
+    ] = None,
+    cv: Annotated[
+        bool, typer.Option("--cv", help="Score the predictor and its baselines on held-out parts of the public table.")
+    ] = False,
+    artifact: Annotated[
+        str | None, typer.Option(help="Published predictor: URL/name, URL/name@3; what predict would ask if left out.")
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COL,...", help="Columns to score by: of the file, or parsed ones such as policy, regime."
+        ),
+    ] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Leave out rows that their flags or figures put in doubt.")] = (
+        False
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; fractions and seconds.")] = False,
+) -> None:
+    """How far predictions are from measured times: on a file of yours, or on held-out public rows.
+
+    Give one of --measurements, --collectives and --cv. Every row is predicted or counted with the reason it is not.
+    """
+    given = {"--measurements": measurements is not None, "--collectives": collectives is not None, "--cv": cv}
+    chosen = _choose(given)
+    columns = [column.strip() for part in by or [] for column in part.split(",") if column.strip()]
+    _check_options(chosen, {"--artifact": artifact is not None, "--by": bool(columns), "--clean": clean})
+    if measurements is not None:
+        _evaluate_rows(measurements, artifact=artifact, by=columns, clean=clean, as_json=as_json)
+    elif collectives is not None:
+        _evaluate_curves(collectives, by=columns, as_json=as_json)
+    else:
+        _cross_validate(as_json=as_json)
+
+
+def _choose(given: Mapping[str, bool]) -> str:
+    chosen = [option for option, is_given in given.items() if is_given]
+    if len(chosen) != 1:
+        raise InputError(
+            "evaluate needs one thing to score",
+            got=" and ".join(chosen) or "none",
+            expected=f"exactly one of {', '.join(given)}",
+            fix="precision-time evaluate --measurements FILE",
+        )
+    return chosen[0]
+
+
+_OPTIONS = {"--measurements": ("--artifact", "--by", "--clean"), "--collectives": ("--by",), "--cv": ()}
+
+
+def _check_options(chosen: str, given: Mapping[str, bool]) -> None:
+    for option, is_given in given.items():
+        if is_given and option not in _OPTIONS[chosen]:
+            allowed = ", ".join((*_OPTIONS[chosen], "--json"))
+            raise InputError(f"{option} does not go with {chosen}", got=option, expected=f"{chosen} with {allowed}")
+
+
+def _evaluate_rows(path: str, *, artifact: str | None, by: Sequence[str], clean: bool, as_json: bool) -> None:
+    from precision_time.predictor.evaluation import evaluate_measurements
+
+    published = _find_published(artifact)
+    result = evaluate_measurements(path, published=published, by=by, clean=clean)
+    if as_json:
+        _print_json(result)
+        return
+    groups = [("all rows", "", result["overall"]), *_list_groups(result["by"])]
+    _print_table(
+        ["by", "value", "rows", *_HEADINGS, "RMSE s"],
+        (
+            [column, value, scores["n"], *(_percent(scores[name]) for name in _HEADINGS.values()), _short(scores)]
+            for column, value, scores in groups
+        ),
+    )
+    name = "the closed forms" if published is None else published.manifest.artifact_id
+    typer.echo(f"{result['predicted']} of {result['rows']} rows predicted by {printable(name)}")
+    _print_refused(result["refused"])
+
+
+#: Headings of the table, in per cent, and their scores.
+_HEADINGS = {
+    "MAPE %": "mape", "95 % of it": "mape_ci", "median": "median_ape", "p90": "p90_ape", "in 10 %": "within_10",
+    "in 25 %": "within_25", "bias": "bias", "covered": "coverage_90",
+}  # fmt: skip
+
+
+def _short(scores: Mapping[str, Any]) -> str:
+    return "" if scores["rmse_s"] is None else f"{scores['rmse_s']:.3g}"
+
+
+def _find_published(artifact: str | None) -> "PublishedPredictor | None":
+    from precision_time.predictor.artifact import load_artifact, standing_artifact
+
+    return standing_artifact()[0] if artifact is None else load_artifact(artifact)
+
+
+def _evaluate_curves(path: str, *, by: Sequence[str], as_json: bool) -> None:
+    from precision_time.predictor.evaluation import evaluate_curves
+
+    result = evaluate_curves(path, by=by)
+    if as_json:
+        _print_json(result)
+        return
+    groups = [("all rows", "", result["overall"]), *_list_groups(result["by"])]
+    _print_table(
+        ["by", "value", "rows", "median %", "p90 %"],
+        (
+            [column, value, scores["n"], _percent(scores["median_ape"]), _percent(scores["p90_ape"])]
+            for column, value, scores in groups
+        ),
+    )
+    _print_refused(result["refused"])
+
+
+def _cross_validate(*, as_json: bool) -> None:
+    from precision_time.predictor.accuracy import cross_validate_all, cross_validation_table
+    from precision_time.predictor.observations import observe_table
+    from precision_time.predictor.public_table import load_public_table
+    from precision_time.predictor.scoreboard import format_cross_validation
+
+    _say("reading the public table")
+    observations, refused = observe_table(load_public_table().kept)
+    _say(f"{len(observations)} rows to divide, {len(refused)} of unknown work left out; this takes minutes")
+    results = cross_validate_all(observations, progress=_say_progress)
+    if as_json:
+        _print_json(cross_validation_table(results))
+    else:
+        typer.echo(format_cross_validation(results), nl=False)
+
+
+def _say_progress(done: int, total: int) -> None:
+    _say(f"{done} of {total} fits")
+
+
+def _list_groups(by: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(column, value, scores) of the groups to show: of a long column the largest."""
+    shown = []
+    for column, groups in by.items():
+        largest = set(sorted(groups, key=lambda value: -groups[value]["n"])[:_MOST_GROUPS])
+        shown += [(column, value or "(blank)", groups[value]) for value in groups if value in largest]
+        if len(groups) > _MOST_GROUPS:
+            _say(f"{column}: the {_MOST_GROUPS} largest of {len(groups)} groups are shown; --json prints all of them")
+    return shown
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def _percent(share: float | Sequence[float] | None) -> str:
+    """A fraction, or the two ends of an interval of fractions, in per cent."""
+    if share is None:
+        return ""
+    return f"{100 * share:.1f}" if isinstance(share, float) else "-".join(map(_percent, share))
+
+
+def _print_refused(refused: Mapping[str, int]) -> None:
+    for reason, count in sorted(refused.items(), key=lambda item: -item[1]):
+        typer.echo(f"not predicted: {count} {printable(reason)}")
+
+
+def _print_json(values: object) -> None:
+    typer.echo(json.dumps(values, indent=2, allow_nan=False))
+
+
+def _print_table(headings: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
+    _open_console().print(table)
+
+
+def _open_console() -> "Console":
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
