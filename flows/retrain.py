@@ -6,6 +6,7 @@ from prefect.cache_policies import NO_CACHE
 from precision_time.flows.artifacts import ProgressArtifact, publish_pages
 from precision_time.flows.spec import RetrainSpec
 from precision_time.flows.summary import RetrainResult, RetrainStatus
+from precision_time.predictor.explain import feature_importances
 from precision_time.storage.registry import Registry
 from precision_time.tasks.publish import find_champion, is_trained_on, publish_predictor, trained_cells
 from precision_time.tasks.report import accuracy_rows, write_report
@@ -61,7 +62,13 @@ def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
         champion=champion,
         champion_cells=trained_cells(spec.registry, champion) if champion else frozenset(),
     )
-    report = write_report(snapshot, validation, decision, holdout_models=spec.holdout_models)
+    report = write_report(
+        snapshot,
+        validation,
+        decision,
+        holdout_models=spec.holdout_models,
+        importances=feature_importances(predictor),
+    )
     publish_pages(
         table=accuracy_rows(validation.accuracy),
         report=report,

@@ -11,17 +11,19 @@ from precision_time.predictor.answers import Answers, answer_queries
 from precision_time.predictor.artifact import PublishedPredictor, load_artifact, standing_artifact
 from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, solve_closed_form
 from precision_time.predictor.estimate import TimeEstimate
+from precision_time.predictor.explain import explain_query
 from precision_time.predictor.features import Query
 from precision_time.predictor.hardware import (
     HardwareSpec,
-    check_precision,
+    choose_precision,
     find_hardware,
     load_hardware,
     parse_bandwidth,
+    supported_precisions,
 )
 from precision_time.predictor.implementation import Checkpointing, Implementation
 from precision_time.predictor.parallelism import Parallelism, parse_parallelism
-from precision_time.predictor.precision import Precision, parse_precision
+from precision_time.predictor.precision import PRECISIONS, Precision, parse_precision
 from precision_time.predictor.workload import find_workload
 from precision_time.storage.errors import InputError, OutOfDomainError, UnknownNameError
 
@@ -36,6 +38,12 @@ def _checkpointing(text: str | None) -> Checkpointing | None:
     if text not in (None, "none", "selective", "full"):
         raise UnknownNameError("activation checkpointing", str(text), ("none", "selective", "full"))
     return text  # type: ignore[return-value]
+
+
+def _check_compiled(compiled: bool | None) -> bool | None:
+    if compiled is not None and not isinstance(compiled, bool):
+        raise InputError("compiled is not usable", got=repr(compiled), expected="True, False, or None for not known")
+    return compiled
 
 
 def _count(name: str, value: SupportsIndex | None, *, at_most: int = _LARGEST_COUNT) -> int:
@@ -107,6 +115,62 @@ def _plan_steps(
     return math.ceil(number * per_epoch), per_epoch
 
 
+#: A ratio of two times this near to 1 is no difference.
+_NO_DIFFERENCE = 0.005
+
+
+def _tell_gains(name: str, seconds: float, others: dict[str, float]) -> str:
+    """How much faster or slower ``name`` is than each of the ``others`` (seconds by name)."""
+    parts = []
+    for other, other_s in others.items():
+        if abs(other_s / seconds - 1) < _NO_DIFFERENCE:
+            parts.append(f"is as fast as {other}")
+        elif other_s > seconds:
+            parts.append(f"is {other_s / seconds:.2f} times as fast as {other}")
+        else:
+            parts.append(f"takes {seconds / other_s:.2f} times as long as {other}")
+    return f"{name} {' and '.join(parts)}"
+
+
+def _compare_precisions(setup: TrainingSetup, closed: ClosedForm) -> list[str]:
+    """What the policy gains or loses against fp32, and against tf32 on devices that have it, by the closed forms."""
+
+    def time_as(name: str) -> float:
+        return solve_closed_form(dataclasses.replace(setup, precision=PRECISIONS[name])).iteration_time_s
+
+    policy, supported = setup.precision, supported_precisions(setup.hardware)
+    own_s, has_tf32 = closed.iteration_time_s, "tf32" in supported
+    if policy.name == "fp32":
+        if not has_tf32:
+            return []
+        tf32_s = time_as("tf32")
+        gains = [_tell_gains("tf32", tf32_s, {"strict fp32": own_s})]
+        mixed = next((name for name in ("amp_bf16", "amp_fp16") if name in supported), None)
+        if mixed:
+            gains.append(_tell_gains(mixed, time_as(mixed), {"tf32": tf32_s, "strict fp32": own_s}))
+        return [
+            "frameworks may run fp32 products as tf32 on this device unless that is switched off (torch: "
+            "set_float32_matmul_precision('highest') and cudnn.allow_tf32 = False); the closed forms take fp32 as "
+            "strict fp32",
+            f"by the closed forms {', '.join(gains)} here",
+        ]
+    fp32_s = time_as("fp32")
+    others = {"strict fp32" if has_tf32 else "fp32": fp32_s}
+    if has_tf32 and policy.name != "tf32":
+        others = {"tf32": time_as("tf32")} | others
+    reasons = [f"by the closed forms {_tell_gains(policy.name, own_s, others)} here"]
+    if own_s > (1 + _NO_DIFFERENCE) * fp32_s:
+        if closed.launch_bound and policy.is_mixed:
+            scaling = " and loss scaling" if policy.loss_scaling else ""
+            cause = f"casts{scaling} add operations that the host has to issue, and the device waits for the host"
+        elif setup.hardware.peak_flops_per_s[policy.compute] <= setup.hardware.peak_flops_per_s["fp32"]:
+            cause = f"this device computes {policy.compute} products no faster than fp32 ones"
+        else:
+            cause = "what is added around the narrower products costs more than they save"
+        reasons.append(f"{policy.name} does not pay here: {cause}")
+    return reasons
+
+
 def _explain(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) -> list[str]:
     """Why the iteration takes what it takes, from the closed forms."""
     reasons = []
@@ -115,10 +179,7 @@ def _explain(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) 
             "launch-bound: the host issues operations more slowly than the device runs them, so a narrower "
             "precision gains little; a larger batch or compilation helps"
         )
-    if setup.precision.name != "fp32":
-        fp32 = solve_closed_form(dataclasses.replace(setup, precision=parse_precision("fp32")))
-        gain = fp32.iteration_time_s / closed.iteration_time_s
-        reasons.append(f"by the closed forms {setup.precision.name} is {gain:.2f} times as fast as fp32 here")
+    reasons += _compare_precisions(setup, closed)
     if exposed_share > 0.1:
         reasons.append(f"{exposed_share:.0%} of the iteration waits for communication that no compute hides")
     return reasons
@@ -131,8 +192,12 @@ def _judge(answers: Answers, published: PublishedPredictor | None, setup: Traini
     artifact_id = published.manifest.artifact_id
     reasons = [f"{artifact_id}: {gap}" for gap in answers.gaps[0]]
     if not answers.by_artifact[0]:
+        regime = answers.regimes[0]
+        subject = setup.hardware.name if "gpu" in regime else setup.workload.name
+        if regime == "beyond scale":
+            subject = f"{setup.world_size} ranks"
         reasons.append(
-            f"{artifact_id} does not speak of {setup.hardware.name}: answered by the closed forms, whose interval is a "
+            f"{artifact_id} does not speak of {subject}: answered by the closed forms, whose interval is a "
             "rule of thumb"
         )
     elif not answers.calibrated[0]:
@@ -160,6 +225,8 @@ def predict_time(
     hardware_file: str | Path | None = None,
     artifact: str | None = None,
     strict: bool = False,
+    explain: bool = False,
+    allow_fallback: bool = False,
 ) -> TimeEstimate:
     """How long one training iteration of ``model`` takes, and with ``steps`` or ``epochs`` the whole job.
 
@@ -174,10 +241,13 @@ def predict_time(
     node in one direction with its unit (``25 Gbit/s``); ``hardware_file`` describes devices that are not shipped, in
     the form of ``predictor/data/gpus.toml``. ``artifact`` names a published predictor (``name@version`` with the
     registry's URL or folder before it); without one ``PRECISION_TIME_ARTIFACT`` and the configured registry are asked,
-    and else the closed forms answer.
+    and else the artifact that comes with the package answers. ``explain`` adds the closed form by part and the learned
+    factors (``explanation``). ``allow_fallback`` answers for the nearest supported policy where the device lacks
+    ``precision``: ``effective_precision`` names it and ``reasons`` say why.
 
     Raises ``UnknownNameError`` (model, GPU, precision; with the nearest names), ``InputError`` for a number that
-    makes no sense, ``PrecisionUnsupportedError`` when the device lacks the precision, ``IntegrityError`` for an
+    makes no sense, ``PrecisionUnsupportedError`` when the device lacks the precision and no fallback is
+    allowed, ``IntegrityError`` for an
     artifact that is not what was published, and with ``strict`` ``OutOfDomainError`` outside the training data.
     """
     published, unpublished = standing_artifact() if artifact is None else (load_artifact(str(artifact)), "")
@@ -188,26 +258,36 @@ def predict_time(
         gpu = published.manifest.default_gpu if published else DEFAULT_GPU
         reasons.append(f"no gpu was given: assumed {gpu}")
     layout = parse_parallelism(strategy, world_size=world_size)
-    policy = parse_precision(precision)
     described = list(load_hardware(hardware_file).values()) if hardware_file is not None else []
     hardware = find_hardware(gpu, measured=[*(published.hardware if published else ()), *described])
-    check_precision(hardware, policy)
+    policy, replaced = choose_precision(hardware, parse_precision(precision), allow_fallback=allow_fallback)
+    if replaced:
+        reasons.append(replaced)
     if network_bandwidth is not None:
         hardware = dataclasses.replace(hardware, network_bytes_per_s=parse_bandwidth(network_bandwidth))
     number_of_nodes, assumed = _place_ranks(world_size, nodes, hardware)
     if assumed:
         reasons.append(assumed)
+    samples = _count("batch_size", batch_size, at_most=1_000_000_000)
+    if layout.pipeline > 1 and micro_steps == 1 and samples > 1:
+        # Without accumulation the batch of a step is what a pipeline divides; one sample each fills it best.
+        samples, micro_steps = 1, samples
+        reasons.append(f"assumed {micro_steps} micro-steps of one sample in the pipeline")
     setup = TrainingSetup(
-        workload=find_workload(model, task_input=str(task_input), measured=published.workloads if published else ()),
+        workload=find_workload(
+            model, task_input=str(task_input or ""), measured=published.workloads if published else ()
+        ),
         hardware=hardware,
         precision=policy,
         world_size=world_size,
         nodes=number_of_nodes,
-        batch_size=_count("batch_size", batch_size, at_most=1_000_000_000),
+        batch_size=samples,
         gradient_accumulation_steps=micro_steps,
         strategy=strategy,
         parallelism=None if layout == Parallelism(data=world_size) else layout,
-        implementation=Implementation(checkpointing=_checkpointing(activation_checkpointing), compiled=compiled),
+        implementation=Implementation(
+            checkpointing=_checkpointing(activation_checkpointing), compiled=_check_compiled(compiled)
+        ),
     )
     global_batch_size = setup.batch_size * layout.data * micro_steps
     job_steps, epoch_steps = _plan_steps(
@@ -254,4 +334,7 @@ def predict_time(
         total_low_s=None if job_steps is None else job_steps * low,
         total_high_s=None if job_steps is None else job_steps * high,
         epoch_time_s=None if epoch_steps is None else epoch_steps * iteration,
+        explanation=explain_query(query, predictor=published.predictor if published else None).to_dict()
+        if explain
+        else None,
     )

@@ -8,11 +8,11 @@ import numpy.typing as npt
 
 from precision_time.predictor.features import SETUP_FEATURES, feature_matrix
 from precision_time.predictor.learner import boost, choose_parameters
-from precision_time.predictor.observations import Observation
+from precision_time.predictor.observations import Observation, weigh_rows
 from precision_time.predictor.splits import split_by_group
 from precision_time.predictor.trees import flatten_xgboost
 
-__all__ = ["Blend", "apply_blend", "learn_blend"]
+__all__ = ["CLOSED_FORM_ONLY", "Blend", "apply_blend", "learn_blend"]
 
 Times = npt.NDArray[np.float64]
 
@@ -24,7 +24,8 @@ _LEFT_OUT: dict[str, Callable[[Observation], Hashable]] = {
 }
 _FOLDS = 3
 #: Fewer rounds than the published forest: enough to tell trees from closed forms.
-_ROUNDS = 200
+_ROUNDS = 100
+_ETA = 0.15
 _STEPS = np.linspace(0.0, 1.0, 21)
 #: The largest world of which a split by scale teaches.
 _SMALL_WORLD = 8
@@ -38,9 +39,12 @@ class Blend(NamedTuple):
     factor: float
 
 
+CLOSED_FORM_ONLY = Blend(0.0, 1.0)
+
+
 def apply_blend(blend: Mapping[str, Blend], regimes: Sequence[str], *, trees_s: Times, closed_s: Times) -> Times:
     """Blended seconds of each row; in a regime without a blend the closed form answers as it is."""
-    chosen = [blend.get(regime, Blend(0.0, 1.0)) for regime in regimes]
+    chosen = [blend.get(regime, CLOSED_FORM_ONLY) for regime in regimes]
     weight = np.array([one.weight for one in chosen])
     factor = np.array([one.factor for one in chosen])
     blended: Times = trees_s**weight * (closed_s * factor) ** (1.0 - weight)
@@ -56,10 +60,13 @@ def learn_blend(observations: Sequence[Observation], *, seed: int) -> dict[str, 
     matrix = feature_matrix([seen.query.row for seen in observations], SETUP_FEATURES)
     residual = np.log([seen.measurement.iteration_time_s / seen.closed.iteration_time_s for seen in observations])
     factor = float(np.exp(np.median(residual)))
-    parameters = choose_parameters(len(observations)) | {"eta": 0.1}
+    row_weights = weigh_rows(observations)
+    parameters = choose_parameters(len(observations)) | {"eta": _ETA}
 
     def predict(train: npt.NDArray[np.bool_]) -> Times:
-        model = boost(matrix[train], residual[train], parameters=parameters, seed=seed, rounds=_ROUNDS)
+        model = boost(
+            matrix[train], residual[train], parameters=parameters, seed=seed, rounds=_ROUNDS, weights=row_weights[train]
+        )
         return flatten_xgboost(model, keep_cover=False).predict(matrix[~train]).astype(np.float64)
 
     def choose(corrections: Times, rows: npt.NDArray[np.intp]) -> float:

@@ -17,6 +17,14 @@ def predict(
     gpu: Annotated[str | None, typer.Option(help="The device, e.g. A100-SXM4-80GB or cpu.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes; by default as few as hold the GPUs.")] = None,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="Micro-steps in one optimizer step.")] = 1,
+    strategy: Annotated[
+        str, typer.Option(help="ddp, fsdp, zero1 to zero3, or degrees such as tp4-pp8; the rest are replicas.")
+    ] = "ddp",
+    task_input: Annotated[str, typer.Option(help="Another resolution or sequence length than the usual one.")] = "",
+    activation_checkpointing: Annotated[str | None, typer.Option(help="none, selective or full.")] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compiled/--eager", help="Whether the step is compiled; unsaid: not known.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the job.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Epochs of the job; needs --dataset-size.")] = None,
     dataset_size: Annotated[int | None, typer.Option(help="Samples in the data set.")] = None,
@@ -32,6 +40,13 @@ def predict(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse to answer outside the training data (exit 6).")
     ] = False,
+    allow_fallback: Annotated[
+        bool,
+        typer.Option("--allow-fallback", help="Answer for the nearest precision where the device lacks this one."),
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the closed form by part and the learned factors.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; times in seconds.")] = False,
 ) -> None:
     """How long a training job takes, before it starts, and why."""
@@ -45,6 +60,10 @@ def predict(
         nodes=nodes,
         batch_size=batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
+        strategy=strategy,
+        task_input=task_input,
+        activation_checkpointing=activation_checkpointing,
+        compiled=compiled,
         steps=steps,
         epochs=epochs,
         dataset_size=dataset_size,
@@ -52,5 +71,7 @@ def predict(
         hardware_file=hardware_file,
         artifact=artifact,
         strict=strict,
+        explain=explain,
+        allow_fallback=allow_fallback,
     )
     typer.echo(json.dumps(estimate.to_dict(), allow_nan=False) if as_json else repr(estimate))

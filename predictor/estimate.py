@@ -59,6 +59,8 @@ class TimeEstimate:
     total_low_s: float | None = None
     total_high_s: float | None = None
     epoch_time_s: float | None = None
+    #: ``closed_form_s`` by part and learned ``factors``, where they were asked for
+    explanation: dict[str, dict[str, float]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as a plain value for JSON."""
@@ -105,6 +107,12 @@ class TimeEstimate:
         lines.append(("regime", self.regime))
         lines.append(("answered by", self.artifact_id or "the closed forms"))
         lines += [("because" if number == 0 else "", reason) for number, reason in enumerate(self.reasons)]
+        if self.explanation is not None:
+            parts = self.explanation["closed_form_s"].items()
+            lines.append(("closed form", ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts)))
+            factors = self.explanation["factors"].items()
+            if factors:
+                lines.append(("learned", ", ".join(f"{name} x{factor:.2f}" for name, factor in factors)))
         return lines
 
     def __repr__(self) -> str:

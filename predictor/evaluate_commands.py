@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,6 +42,13 @@ def evaluate(
             metavar="COL,...", help="Columns to score by: of the file, or parsed ones such as policy, regime."
         ),
     ] = None,
+    plots: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Draw predicted against measured, and errors by distance, into FOLDER."),
+    ] = None,
+    worst: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --cv: list the N groups of rows with the largest MAPE.")
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Leave out rows that their flags or figures put in doubt.")] = (
         False
     ),
@@ -53,13 +61,26 @@ def evaluate(
     given = {"--measurements": measurements is not None, "--collectives": collectives is not None, "--cv": cv}
     chosen = _choose(given)
     columns = [column.strip() for part in by or [] for column in part.split(",") if column.strip()]
-    _check_options(chosen, {"--artifact": artifact is not None, "--by": bool(columns), "--clean": clean})
+    _check_options(
+        chosen,
+        {
+            "--artifact": artifact is not None,
+            "--by": bool(columns),
+            "--clean": clean,
+            "--plots": plots is not None,
+            "--worst": worst is not None,
+        },
+    )
+    if plots is not None:
+        from precision_time.predictor.plots import check_plots
+
+        check_plots(plots)
     if measurements is not None:
-        _evaluate_rows(measurements, artifact=artifact, by=columns, clean=clean, as_json=as_json)
+        _evaluate_rows(measurements, artifact=artifact, by=columns, clean=clean, plots=plots, as_json=as_json)
     elif collectives is not None:
         _evaluate_curves(collectives, by=columns, as_json=as_json)
     else:
-        _cross_validate(as_json=as_json)
+        _cross_validate(plots=plots, worst=worst, as_json=as_json)
 
 
 def _choose(given: Mapping[str, bool]) -> str:
@@ -74,7 +95,11 @@ def _choose(given: Mapping[str, bool]) -> str:
     return chosen[0]
 
 
-_OPTIONS = {"--measurements": ("--artifact", "--by", "--clean"), "--collectives": ("--by",), "--cv": ()}
+_OPTIONS = {
+    "--measurements": ("--artifact", "--by", "--clean", "--plots"),
+    "--collectives": ("--by",),
+    "--cv": ("--plots", "--worst"),
+}
 
 
 def _check_options(chosen: str, given: Mapping[str, bool]) -> None:
@@ -84,14 +109,35 @@ def _check_options(chosen: str, given: Mapping[str, bool]) -> None:
             raise InputError(f"{option} does not go with {chosen}", got=option, expected=f"{chosen} with {allowed}")
 
 
-def _evaluate_rows(path: str, *, artifact: str | None, by: Sequence[str], clean: bool, as_json: bool) -> None:
-    from precision_time.predictor.evaluation import evaluate_measurements
+def _evaluate_rows(
+    path: str, *, artifact: str | None, by: Sequence[str], clean: bool, plots: str | None, as_json: bool
+) -> None:
+    from precision_time.predictor.evaluation import predict_table
 
     published = _find_published(artifact)
-    result = evaluate_measurements(path, published=published, by=by, clean=clean)
+    table = predict_table(path, published=published, by=by, clean=clean)
+    result = table.summarise(by=by)
     if as_json:
         _print_json(result)
+    else:
+        _show_rows(result, answered_by="the closed forms" if published is None else published.manifest.artifact_id)
+    if plots is None:
         return
+    if not result["predicted"]:
+        _say("no row was predicted, so there is nothing to draw")
+        return
+    from precision_time.predictor.plots import plot_table
+
+    domain = None if published is None else published.predictor.domain
+    _say_drawn(plot_table(table, folder=plots, title=Path(path).name, domain=domain))
+
+
+def _say_drawn(paths: Iterable[str]) -> None:
+    for path in paths:
+        _say(f"drawn: {path}")
+
+
+def _show_rows(result: Mapping[str, Any], *, answered_by: str) -> None:
     groups = [("all rows", "", result["overall"]), *_list_groups(result["by"])]
     _print_table(
         ["by", "value", "rows", *_HEADINGS, "RMSE s"],
@@ -100,8 +146,7 @@ def _evaluate_rows(path: str, *, artifact: str | None, by: Sequence[str], clean:
             for column, value, scores in groups
         ),
     )
-    name = "the closed forms" if published is None else published.manifest.artifact_id
-    typer.echo(f"{result['predicted']} of {result['rows']} rows predicted by {printable(name)}")
+    typer.echo(f"{result['predicted']} of {result['rows']} rows predicted by {printable(answered_by)}")
     _print_refused(result["refused"])
 
 
@@ -140,20 +185,53 @@ def _evaluate_curves(path: str, *, by: Sequence[str], as_json: bool) -> None:
     _print_refused(result["refused"])
 
 
-def _cross_validate(*, as_json: bool) -> None:
+def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> None:
     from precision_time.predictor.accuracy import cross_validate_all, cross_validation_table
     from precision_time.predictor.observations import observe_table
     from precision_time.predictor.public_table import load_public_table
-    from precision_time.predictor.scoreboard import format_cross_validation
+    from precision_time.predictor.scoreboard import format_cross_validation, worst_groups
 
     _say("reading the public table")
     observations, refused = observe_table(load_public_table().kept)
     _say(f"{len(observations)} rows to divide, {len(refused)} of unknown work left out; this takes minutes")
     results = cross_validate_all(observations, progress=_say_progress)
+    split = _WORST_OF if _WORST_OF in results else next(iter(results))
+    groups = [] if worst is None else worst_groups(results[split], observations, count=worst)
     if as_json:
-        _print_json(cross_validation_table(results))
+        table: dict[str, Any] = dict(cross_validation_table(results))
+        _print_json(table if worst is None else table | {"worst": {"split": split, "groups": groups}})
     else:
         typer.echo(format_cross_validation(results), nl=False)
+        if worst is not None:
+            _show_worst(groups, split=split)
+    if plots is not None:
+        from precision_time.predictor.plots import plot_cross_validation
+
+        _say_drawn(plot_cross_validation(results, observations, folder=plots))
+
+
+#: The split whose worst groups are listed: each group is left out as a whole.
+_WORST_OF = "source-model-gpu"
+
+
+def _show_worst(groups: Sequence[Mapping[str, str | float]], *, split: str) -> None:
+    from precision_time.predictor.scoreboard import title_split
+
+    typer.echo(f"\nworst groups of {title_split(split)}, with at least 5 rows each")
+    _print_table(
+        ["source", "network", "GPU", "rows", *_WORST_HEADINGS],
+        (
+            [group["source"], group["network"], group["gpu"], f"{group['n']:.0f}"]
+            + [_percent(float(group[name])) if name in group else "" for name in _WORST_HEADINGS.values()]
+            for group in groups
+        ),
+    )
+
+
+_WORST_HEADINGS = {
+    "MAPE %": "mape", "bias": "bias", "of all error": "error_share", "closed forms": "closed_form_mape",
+    "their bias": "closed_form_bias",
+}  # fmt: skip
 
 
 def _say_progress(done: int, total: int) -> None:

@@ -13,7 +13,8 @@ from precision_time.predictor.artifact import PublishedPredictor
 from precision_time.predictor.collectives import evaluate_collectives
 from precision_time.predictor.metrics import bootstrap_mape, score
 from precision_time.predictor.observations import Observation, observe_table
-from precision_time.predictor.public_table import REASONS, load_public_table
+from precision_time.predictor.public_table import load_public_table
+from precision_time.predictor.quarantine import REASONS
 from precision_time.storage.errors import InputError, PrecisionTimeError
 from precision_time.storage.tables import read_table
 

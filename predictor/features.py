@@ -12,7 +12,15 @@ from precision_time.predictor.precision import FORMAT_BYTES
 from precision_time.predictor.profiles import BALANCES
 from precision_time.predictor.workload import ATTENTION_KINDS
 
-__all__ = ["CLOSED_FORM_FEATURES", "SETUP_FEATURES", "Query", "describe_setup", "feature_matrix"]
+__all__ = [
+    "CLOSED_FORM_FEATURES",
+    "FEATURE_GROUPS",
+    "OPEN_FEATURES",
+    "SETUP_FEATURES",
+    "Query",
+    "describe_setup",
+    "feature_matrix",
+]
 
 _CHECKPOINTING = {None: math.nan, "none": 0.0, "selective": 1.0, "full": 2.0}
 _SHARDING = {"none": 0.0, "optimizer": 1.0, "gradients": 2.0, "parameters": 3.0}
@@ -31,7 +39,7 @@ SETUP_FEATURES: tuple[str, ...] = (
     "log_intensity", "log_params", "log_active_share", "log_flops_per_param", "log_activations_per_sample",
     "log_parameter_tensors", "log_operations", "log_input_size", "log_layers", "log_hidden_size", "convolution_share",
     "attention_share", "is_attention", "is_detection", "is_segmentation", "is_language_decoder",
-    "is_mixture_of_experts", "is_recurrent", "is_recommendation", "is_diffusion", *_PROFILE_FEATURES,
+    "is_mixture_of_experts", "is_recurrent", "is_speech", "is_recommendation", "is_diffusion", *_PROFILE_FEATURES,
     "log_peak_flops_per_s", "log_fp32_flops_per_s", "log_peak_over_fp32", "log_achieved_over_peak",
     "log_memory_bytes_per_s",
     "log_memory_bytes", "log_balance", "log_sm_count", "log_clock_hz", "log_l2_bytes", "log_power_w",
@@ -51,12 +59,37 @@ CLOSED_FORM_FEATURES = (
     "log_operations_over_whole", "bucket_count",
 )  # fmt: skip
 
+#: Facts about the code that a question may leave open while nearly every row of the public table tells them.
+OPEN_FEATURES = (
+    "software_year", "channels_last", "compiled", "checkpointing", "flash_attention", "fused_kernels", "packed",
+)  # fmt: skip
+
+#: Columns by what they tell, for explanations; ``closed form`` takes those that a closed form fills.
+FEATURE_GROUPS: dict[str, frozenset[str]] = {
+    "closed form": frozenset(CLOSED_FORM_FEATURES),
+    "precision": frozenset({"compute_bytes", "storage_bytes", "loss_scaling", "log_peak_over_fp32"}),
+    "hardware": frozenset(
+        name
+        for name in SETUP_FEATURES[SETUP_FEATURES.index("log_peak_flops_per_s") : SETUP_FEATURES.index("compute_bytes")]
+        if name != "log_peak_over_fp32"
+    ),
+    "implementation": frozenset(
+        SETUP_FEATURES[SETUP_FEATURES.index("software_year") : SETUP_FEATURES.index("log_batch")]
+    ),
+    "batch": frozenset({"log_batch", "log_accumulation", "log_flops", "log_flops_per_product"}),
+    "ranks and links": frozenset(
+        SETUP_FEATURES[SETUP_FEATURES.index("log_world_size") : SETUP_FEATURES.index("log_network_bytes_per_s") + 1]
+    ),
+}
+FEATURE_GROUPS["network"] = frozenset(SETUP_FEATURES) - frozenset().union(*FEATURE_GROUPS.values())
+
 _KINDS = {
     "is_detection": ("detection",),
     "is_segmentation": ("segmentation",),
     "is_language_decoder": ("language_decoder",),
     "is_mixture_of_experts": ("mixture_of_experts",),
-    "is_recurrent": ("recurrent", "speech"),
+    "is_recurrent": ("recurrent",),
+    "is_speech": ("speech",),
     "is_recommendation": ("recommendation",),
     "is_diffusion": ("diffusion",),
 }

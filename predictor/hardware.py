@@ -18,6 +18,7 @@ __all__ = [
     "LINKS",
     "HardwareSpec",
     "check_precision",
+    "choose_precision",
     "find_hardware",
     "hardware_sources",
     "known_hardware",
@@ -245,8 +246,14 @@ _NEAREST_POLICIES: dict[str, tuple[str, ...]] = {
     "nvfp4": ("fp8", "amp_bf16", "amp_fp16", "tf32", "fp32"),
 }
 
-_FIRST_SUPPORT = {"tf32": "8.0 (Ampere)", "bf16": "8.0 (Ampere)", "fp8": "8.9 (Ada) or 9.0 (Hopper)",
-                  "nvfp4": "10.0 (Blackwell)"}  # fmt: skip
+#: The compute capability from which on a GPU multiplies matrices of a format on tensor cores.
+_FIRST_SUPPORT: dict[str, tuple[float, str]] = {
+    "fp16": (7.0, "7.0 (Volta)"),
+    "tf32": (8.0, "8.0 (Ampere)"),
+    "bf16": (8.0, "8.0 (Ampere)"),
+    "fp8": (8.9, "8.9 (Ada) or 9.0 (Hopper)"),
+    "nvfp4": (10.0, "10.0 (Blackwell)"),
+}
 
 
 def supported_precisions(spec: HardwareSpec) -> tuple[str, ...]:
@@ -254,29 +261,47 @@ def supported_precisions(spec: HardwareSpec) -> tuple[str, ...]:
     return tuple(name for name, policy in PRECISIONS.items() if policy.compute in spec.peak_flops_per_s)
 
 
-def check_precision(spec: HardwareSpec, precision: Precision) -> None:
-    """Refuse a policy whose format the device has no unit for; nothing is ever replaced.
-
-    Raises ``PrecisionUnsupportedError`` with the device, the policy, the reason and the nearest supported policy.
-    """
-    unit = precision.compute
-    if unit in spec.peak_flops_per_s:
-        return
+def _tell_lack(spec: HardwareSpec, unit: str) -> str:
     if spec.kind == "cpu":
-        reason = "tf32 is a format of GPU tensor cores" if unit == "tf32" else f"no {unit} rate is known for this CPU"
-    else:
-        reason = f"compute capability {spec.compute_capability} has no {unit} tensor-core path"
-        if unit in _FIRST_SUPPORT:
-            reason += f"; it begins with {_FIRST_SUPPORT[unit]}"
+        return "tf32 is a format of GPU tensor cores" if unit == "tf32" else f"no {unit} rate is known for this CPU"
+    first, began = _FIRST_SUPPORT.get(unit, (math.inf, ""))
+    if spec.compute_capability is not None and spec.compute_capability >= first:
+        return f"no {unit} rate is known for this GPU"
+    reason = f"compute capability {spec.compute_capability} has no {unit} tensor-core path"
+    return f"{reason}; it begins with {began}" if began else reason
+
+
+def choose_precision(
+    spec: HardwareSpec, precision: Precision, *, allow_fallback: bool = False
+) -> tuple[Precision, str | None]:
+    """The policy that the device runs, and, where it is another one than ``precision``, the reason that names both.
+
+    It is ``precision`` itself where the device has a unit for its format. Else ``allow_fallback`` takes the nearest
+    supported policy. Raises ``PrecisionUnsupportedError`` without it, with the device, the policy, the reason and the
+    nearest supported policy.
+    """
+    if precision.compute in spec.peak_flops_per_s:
+        return precision, None
     supported = supported_precisions(spec)
     offered = next((name for name in _NEAREST_POLICIES.get(precision.name, ()) if name in supported), "fp32")
     hint = " (fp16 with loss scaling)" if offered == "amp_fp16" else ""
+    lack = f"{spec.name} does not support {precision.name}: {_tell_lack(spec, precision.compute)}"
+    if allow_fallback:
+        return PRECISIONS[offered], f"{lack}; answered for {offered}{hint} in its place, since a fallback was allowed"
     raise PrecisionUnsupportedError(
-        f"{spec.name} does not support {precision.name}: {reason}",
+        lack,
         got=precision.name,
         expected=f"one of {', '.join(supported)}",
         fix=f"use {offered}{hint}",
     )
+
+
+def check_precision(spec: HardwareSpec, precision: Precision) -> None:
+    """Refuse a policy whose format the device has no unit for; nothing is ever replaced.
+
+    Raises ``PrecisionUnsupportedError`` as ``choose_precision`` does.
+    """
+    choose_precision(spec, precision)
 
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.blending import Blend, apply_blend, learn_blend
+from precision_time.predictor.blending import CLOSED_FORM_ONLY, Blend, apply_blend, learn_blend
 from precision_time.predictor.domain import REGIMES, TrainingDomain
-from precision_time.predictor.features import CLOSED_FORM_FEATURES, SETUP_FEATURES, Query, feature_matrix
+from precision_time.predictor.features import CLOSED_FORM_FEATURES, OPEN_FEATURES, SETUP_FEATURES, Query, feature_matrix
 from precision_time.predictor.learner import FEWEST_FOR_MANY, boost, boost_out_of_fold, choose_parameters
-from precision_time.predictor.observations import Observation
+from precision_time.predictor.observations import Observation, weigh_rows
 from precision_time.predictor.trees import FlatForest, flatten_xgboost, forests_from_bytes, forests_to_bytes
 from precision_time.storage.errors import InputError, IntegrityError
 
@@ -47,6 +47,8 @@ _SMALLEST_SHARE = 0.02
 _FEWEST_ROWS = 4
 #: Stages that share out a total need fewer rounds than the total; a campaign's own stages choose theirs below this.
 _STAGE_ROUNDS = {"rounds": 120}
+
+_SILENT_SHARE = 0.05
 
 #: Where blends were not learned: what a campaign saw it may speak of, and its own hardware only; and without a lean.
 _TRUSTED = {regime: Blend(1.0, 1.0) for regime in ("known", "new model", "new family", "beyond scale")}
@@ -150,6 +152,10 @@ class HierarchicalPredictor:
     def trusts(self, regime: str) -> bool:
         """Whether the trees have a say in ``regime``; else the closed forms answer."""
         return regime in self.blend and self.blend[regime].weight > 0
+
+    def lean_of(self, query: Query) -> Blend:
+        """The blend that holds for ``query``; in a regime without one the closed form answers as it is."""
+        return self.blend.get(self.domain.regime_of(query.setup), CLOSED_FORM_ONLY)
 
     def predict(self, queries: Sequence[Query]) -> PredictedParts:
         """Seconds by part for each query."""
@@ -265,9 +271,15 @@ def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, see
 
     rows = [seen.query.row for seen in timed]
     targets = np.array([math.log((seen.compute_time_s or 0.0) / seen.closed.compute_time_s) for seen in timed])
-    correction = train("compute", timed, rows, targets)
-
     parallel = [number for number, seen in enumerate(timed) if seen.measurement.communication_time_s]
+    if len(parallel) < _FEWEST_ROWS and len(timed) >= FEWEST_FOR_MANY:
+        # nothing is stacked on it, and many rows need no choice of rounds
+        matrix = feature_matrix(rows, STAGE_FEATURES["compute"])
+        boosters["compute"] = boost(
+            matrix, targets, parameters=choose_parameters(len(timed)) | _STAGE_ROUNDS, seed=seed
+        )
+        return
+    correction = train("compute", timed, rows, targets)
     if len(parallel) < _FEWEST_ROWS:
         return
     logs = [math.log(seen.closed.compute_time_s) for seen in timed]
@@ -301,10 +313,16 @@ def _fit_total(observations: Sequence[Observation], boosters: dict[str, bytes], 
     measured = np.log([seen.measurement.iteration_time_s for seen in observations])
     if variant not in ("direct", "no_closed_form"):
         measured = measured - np.log([seen.closed.iteration_time_s for seen in observations])
-    rows = [seen.query.row for seen in observations]
+    names = _total_features(variant)
+    matrix = feature_matrix([seen.query.row for seen in observations], names)
+    # Some rows keep silent about their code, as questions do, so that the trees learn what holds then.
+    silent = np.random.default_rng(seed).random(len(matrix)) < _SILENT_SHARE
+    for name in OPEN_FEATURES:
+        matrix[silent, names.index(name)] = np.nan
     boosters["total"] = boost(
-        feature_matrix(rows, _total_features(variant)),
+        matrix,
         measured,
         parameters=choose_parameters(len(observations)),
         seed=seed,
+        weights=weigh_rows(observations),
     )

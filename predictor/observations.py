@@ -2,9 +2,13 @@
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from precision_time.predictor.cards import Card, find_card
 from precision_time.predictor.closed_form import ClosedForm, TrainingSetup
@@ -19,7 +23,7 @@ from precision_time.storage.schema import Measurement
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Observation", "observe", "observe_table"]
+__all__ = ["Observation", "observe", "observe_table", "weigh_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,18 @@ class Observation:
     def is_contest(self) -> bool:
         """Whether the row is of a tuned benchmark submission (MLPerf)."""
         return self.setup.implementation.tuned
+
+
+def weigh_rows(observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
+    """A weight for each row, one over the root of the number of rows of its network in its source; their mean is 1.
+
+    So that no table dominates: 400 repeats of one configuration weigh as much as 20 single ones.
+    """
+    keys = [(seen.measurement.source, seen.network) for seen in observations]
+    counts = Counter(keys)
+    weights = np.array([counts[key] ** -0.5 for key in keys])
+    scaled: npt.NDArray[np.float64] = weights / weights.mean()
+    return scaled
 
 
 def observe(
@@ -177,12 +193,14 @@ def read_network(interconnect: str) -> float | None:
     _, told, between = interconnect.partition("inter:")
     rates = []
     for part in re.split(r"[;,+]", between if told else interconnect):
-        rate = _PORT_RATE.search(part)
-        if rate is None or "NVLINK" in part.upper() or "PCIE" in part.upper():
+        if "NVLINK" in part.upper() or "PCIE" in part.upper():
             continue
-        count = _PORT_COUNT.search(part[: rate.start()])
-        ports = _GPUS_PER_NODE if rate[2] else int(count[1]) if count else 1
-        rates.append(ports * int(rate[1]) * 1e9 / 8)
+        before = 0
+        for rate in _PORT_RATE.finditer(part):
+            count = _PORT_COUNT.search(part[before : rate.start()])
+            ports = _GPUS_PER_NODE if rate[2] else int(count[1]) if count else 1
+            rates.append(ports * int(rate[1]) * 1e9 / 8)
+            before = rate.end()
     return max(rates, default=None)
 
 

@@ -52,42 +52,66 @@ PRECISIONS: dict[str, Precision] = {
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "fp32": (
         "fp32", "32", "32-true", "float32", "float", "single", "full", "no", "none", "fp32-strict", "torch.float32",
-        "fp32_strict", "o0", "highest",
+        "fp32_strict", "o0", "highest", "f32", "fp32-true", "float32-true", "torch.float", "ieee", "32bit", "32-bit",
     ),
     "tf32": ("tf32", "tensorfloat32", "tensorfloat-32", "tensor_float_32", "high", "medium", "fp32+tf32", "tf32-true"),
+    # O2 keeps the model in fp16 beside fp32 master weights: of the policies here autocast is the nearest.
     "amp_fp16": (
         "amp_fp16", "16", "16-mixed", "mixed_fp16_fp32", "fp16-mixed", "mixed_fp16", "fp16_mixed", "mixed-fp16",
-        "amp", "amp-fp16", "autocast-fp16", "mixed_float16", "fp16_fp32", "fp16-amp", "fp16_amp", "o1",
-        "mixed_precision", "mixed-precision", "mixed", "half",
+        "amp", "amp-fp16", "autocast-fp16", "mixed_float16", "fp16_fp32", "fp16-amp", "fp16_amp", "o1", "o2",
+        "mixed_precision", "mixed-precision", "mixed", "half", "fp16-o1", "fp16-o2", "float16-mixed", "amp_float16",
+        "autocast", "autocast-float16", "native_amp", "torch.cuda.amp", "16bit", "16-bit",
     ),
     "amp_bf16": (
         "amp_bf16", "bf16-mixed", "mixed_bf16_fp32", "mixed_bf16", "bf16_mixed", "mixed-bf16", "amp-bf16",
         "autocast-bf16", "mixed_bfloat16", "bf16_fp32", "bf16-amp", "bf16_amp", "bfloat16-mixed", "bfloat16",
+        "amp_bfloat16", "autocast-bfloat16",
     ),
     "fp16": (
         "fp16", "16-true", "float16", "fp16-pure", "pure_fp16", "pure-fp16", "fp16-true", "torch.float16",
-        "torch.half", "o3",
+        "torch.half", "o3", "f16", "float16-true", "half-true", "fp16-o3",
     ),
     "bf16": (
-        "bf16", "bf16-true", "bf16-pure", "pure_bf16", "pure-bf16", "torch.bfloat16",
+        "bf16", "bf16-true", "bf16-pure", "pure_bf16", "pure-bf16", "torch.bfloat16", "bfloat16-true",
     ),
     "fp8": (
         "fp8", "amp_fp8", "transformer-engine", "transformer-engine-float16", "float8", "float8_e4m3fn",
-        "float8_e5m2", "fp8-mixed", "e4m3", "hybrid-fp8",
+        "float8_e5m2", "fp8-mixed", "e4m3", "hybrid-fp8", "fp8-hybrid", "hybrid", "e5m2", "fp8_e4m3", "fp8_e5m2",
+        "torch.float8_e4m3fn", "torch.float8_e5m2",
     ),
-    "nvfp4": ("nvfp4", "fp4", "float4", "amp_nvfp4", "nvfp4-mixed"),
+    "nvfp4": (
+        "nvfp4", "fp4", "float4", "amp_nvfp4", "nvfp4-mixed", "e2m1", "float4_e2m1fn_x2", "torch.float4_e2m1fn_x2",
+    ),
 }  # fmt: skip
 
+#: Formats that have a name but no policy here, and what to ask for instead.
+_NOT_COVERED: dict[str, tuple[tuple[str, ...], str]] = {
+    "fp64 training": (
+        ("fp64", "64", "64-true", "64bit", "64-bit", "float64", "double", "f64", "torch.float64", "torch.double"),
+        "ask for fp32, the widest policy there is a model of",
+    ),
+    "training on integer or quantised weights": (
+        ("int8", "int8-training", "torch.int8", "int4", "nf4", "nf4-dq", "fp4-dq"),
+        "ask for the format that the products run in, e.g. amp_bf16",
+    ),
+    "training in microscaling formats": (
+        ("mxfp8", "mxfp6", "mxfp4"),
+        "ask for fp8 or nvfp4, whose scales are others",
+    ),
+}
+
 _BY_SPELLING = {spelling: name for name, spellings in SPELLINGS.items() for spelling in spellings}
+_KIND_NOT_COVERED = {spelling: kind for kind, (spellings, _) in _NOT_COVERED.items() for spelling in spellings}
 
 
 def parse_precision(text: str | int | Precision) -> Precision:
     """The policy that ``text`` names, in any accepted spelling (case, blanks and ``_``/``-`` do not matter).
 
-    Raises ``UnknownNameError`` with the nearest three spellings.
+    Raises ``InputError`` for a format that is known and not covered (fp64, int8, microscaling ones), and
+    ``UnknownNameError`` with the nearest three spellings for any other.
 
-    ``16`` means ``16-mixed`` and ``bf16`` the pure policy; Lightning reads ``bf16`` as ``bf16-mixed``, so write
-    ``bf16-mixed`` or ``amp_bf16`` when the mixed policy is meant.
+    ``16`` means ``16-mixed``, and ``fp16`` and ``bf16`` the pure policies; Lightning and Accelerate mean the mixed ones
+    by them, so write ``16-mixed`` or ``amp_fp16``, ``bf16-mixed`` or ``amp_bf16`` when those are meant.
     """
     if isinstance(text, Precision):
         return text
@@ -97,4 +121,12 @@ def parse_precision(text: str | int | Precision) -> Precision:
     for spelling in (folded, folded.replace("_", "-"), folded.replace("-", "_"), folded.replace("_", "")):
         if spelling in _BY_SPELLING:
             return PRECISIONS[_BY_SPELLING[spelling]]
+        if spelling in _KIND_NOT_COVERED:
+            kind = _KIND_NOT_COVERED[spelling]
+            raise InputError(
+                f"{kind} is not covered",
+                got=repr(text),
+                expected=f"one of {', '.join(PRECISIONS)}",
+                fix=_NOT_COVERED[kind][1],
+            )
     raise UnknownNameError("precision", str(text), _BY_SPELLING, fix=f"canonical names: {', '.join(PRECISIONS)}")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from typing import Any
 
-from precision_time.predictor.cards import Card, find_family
+from precision_time.predictor.cards import Card, find_card, find_family
 from precision_time.storage.errors import InputError, IntegrityError
 
 __all__ = ["BALANCES", "OperatorProfile", "find_profile", "profile_transformer"]
@@ -18,6 +18,9 @@ BALANCES = (4.0, 16.0, 64.0, 256.0, 1024.0)
 
 #: Products whose inner or outer dimension is below this fill a tile of a tensor core badly.
 NARROW = 64
+
+#: Log ratio of FLOPs up to which two counts are of the same input.
+_SAME_WORK = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +127,17 @@ def _read(model: str, task_input: str) -> OperatorProfile:
     return OperatorProfile(**counts, **shares, elements_at=curve)  # type: ignore[arg-type]
 
 
+def _counted_flops(row: dict[str, str]) -> float:
+    """Forward FLOPs of one sample of the network that ``row`` of profiles.csv was counted on."""
+    counted = find_card(row["model"], row["task_input"])
+    if counted is not None and counted.task_input == row["task_input"] and counted.forward_flops_per_sample:
+        return counted.forward_flops_per_sample
+    # At the lowest balance nearly all traffic is the FLOPs over it.
+    return _read(row["model"], row["task_input"]).elements_at[0] * BALANCES[0]
+
+
 def find_profile(card: Card) -> OperatorProfile | None:
-    """The profile of the network of ``card`` at its input, scaled from a counted input by the elements it writes.
+    """The profile of the network of ``card`` at its input, scaled from a counted input by the FLOPs of both.
 
     A network that was counted on itself comes first, then the same network under another name; a transformer for
     language is derived from its sizes. None where nothing is known.
@@ -138,15 +150,10 @@ def find_profile(card: Card) -> OperatorProfile | None:
     rows = by_network.get(network, [])
     own = [row for row in rows if row["model"] == card.model] or rows
     if own and card.forward_flops_per_sample:
-        profiles = [_read(row["model"], row["task_input"]) for row in own]
-        at_least = card.forward_flops_per_sample / BALANCES[0]
-
-        def distance(profile: OperatorProfile) -> float:
-            return abs(math.log(profile.elements_at[0] / at_least))
-
-        nearest = min(profiles, key=distance)
-        # At the lowest balance the traffic is the FLOPs over it, so the curve scales with the work.
-        return nearest.scale(at_least / nearest.elements_at[0]) if distance(nearest) > 0.02 else nearest
+        factors = [card.forward_flops_per_sample / _counted_flops(row) for row in own]
+        factor, row = min(zip(factors, own, strict=True), key=lambda pair: abs(math.log(pair[0])))
+        nearest = _read(row["model"], row["task_input"])
+        return nearest.scale(factor) if abs(math.log(factor)) > _SAME_WORK else nearest
     return profile_transformer(card)
 
 

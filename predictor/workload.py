@@ -1,6 +1,7 @@
 """WorkloadFeatures: what one sample of a model costs, from a walk over the module or from a card of its sizes."""
 
 import functools
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +39,8 @@ _LAUNCHED_SHARE = 0.75
 _SHARDED_TABLE_PARAMS = 1_000_000_000
 #: Share of a transformer's forward FLOPs in attention where the card does not say (BERT-base at 128 to ViT-B/16).
 _ATTENTION_SHARE = 0.03
+#: Digits of the largest resolution or sequence length that a question may name.
+_MOST_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +151,8 @@ def describe_card(
     tensors = (card.parameter_tensors if card is not None else None) or (
         _TENSORS_PER_LAYER * layers if layers else _USUAL_TENSORS
     )
-    per_tensor, backward_ops = _ATTENTION_OPERATIONS if attends else _CONVOLUTION_OPERATIONS
+    few_kernels = attends or kind in ("speech", "recurrent")
+    per_tensor, backward_ops = _ATTENTION_OPERATIONS if few_kernels else _CONVOLUTION_OPERATIONS
     operations = max(1, round(per_tensor * tensors))
     if card is not None and card.forward_operations:
         operations = max(1, round(_LAUNCHED_SHARE * card.forward_operations))
@@ -204,32 +208,53 @@ def known_workloads() -> dict[str, WorkloadFeatures]:
     return counted
 
 
+def _check_input(task_input: str) -> None:
+    numbers = re.findall(r"\d+", task_input)
+    if not any(number.strip("0") for number in numbers) or max(map(len, numbers)) > _MOST_DIGITS:
+        raise InputError(
+            "this input names no size",
+            got=repr(task_input[:200]),
+            expected="a resolution such as 224 or 800x1333, or a sequence length such as 512",
+        )
+
+
 def find_workload(name: str, *, task_input: str = "", measured: Iterable[WorkloadFeatures] = ()) -> WorkloadFeatures:
-    """The workload called ``name``: from ``measured`` (what an artifact carries) first, then counted, then by card.
+    """The workload called ``name``: from ``measured`` (what an artifact carries) first, then by card, then counted.
 
     ``task_input`` asks for another resolution or sequence length than the usual one. Raises ``UnknownNameError`` with
-    the nearest three names, also for a model whose work is not known.
+    the nearest three names, also for a model whose work is not known, and ``InputError`` for an input that names no
+    size or that a model of one known input cannot be scaled to.
     """
     if not isinstance(name, str):
         raise InputError("not a model", got=repr(name), expected="a name")
-    own = known_workloads() | {card.name: card for card in measured}
+    own = {work.name: work for work in measured}
     if name in own and task_input in ("", own[name].task_input):
         found = own[name]
         card = find_card(name, found.task_input) if found.profile is None else None
         return found if card is None else replace(found, profile=find_profile(card))
+    if task_input:
+        _check_input(task_input)
     card = find_card(name, task_input)
-    if card is None or card.params is None or card.forward_flops_per_sample is None:
+    # Before our own count, since the public table teaches the trees its networks by their cards.
+    if card is not None and card.params is not None and card.forward_flops_per_sample is not None:
+        return describe_card(
+            name,
+            params=card.params,
+            forward_flops_per_sample=card.forward_flops_per_sample,
+            card=card,
+            task_input=card.task_input,
+            sequence_length=card.sequence_length,
+        )
+    own = known_workloads() | own
+    if name not in own:
         raise UnknownNameError(
             "model",
             name,
             own.keys() | listed_models(),
             fix="name a known model, or measure yours in a campaign first",
         )
-    return describe_card(
-        name,
-        params=card.params,
-        forward_flops_per_sample=card.forward_flops_per_sample,
-        card=card,
-        task_input=card.task_input,
-        sequence_length=card.sequence_length,
-    )
+    if task_input not in ("", own[name].task_input):
+        raise InputError(
+            f"{name} is known at one input only", got=repr(task_input), expected=own[name].task_input or "none"
+        )
+    return own[name]

@@ -1,6 +1,7 @@
 """The accuracy report of a retraining as markdown: every split beside its baselines, never one figure alone."""
 
 import math
+from collections.abc import Iterable, Mapping
 
 from precision_time.predictor.scoreboard import METHOD_TITLES, title_split
 from precision_time.tasks.train import Snapshot
@@ -8,6 +9,8 @@ from precision_time.tasks.validate import Accuracy, GateDecision, Validation
 
 __all__ = ["accuracy_rows", "readable_accuracy", "write_report"]
 
+MOST_NAMES = 12
+MOST_IMPORTANT = 15
 _HOLDOUT = "held-out models"
 _SHARES = {
     "MAPE": "mape",
@@ -37,18 +40,31 @@ def readable_accuracy(accuracy: Accuracy) -> list[dict[str, str]]:
     ]
 
 
+def _list(names: Iterable[str], *, what: str) -> str:
+    """All of a few names, the number of many."""
+    distinct = sorted(set(names))
+    return f"{len(distinct)} {what}" if len(distinct) > MOST_NAMES else ", ".join(distinct)
+
+
 def write_report(
-    snapshot: Snapshot, validation: Validation, decision: GateDecision, *, holdout_models: tuple[str, ...]
+    snapshot: Snapshot,
+    validation: Validation,
+    decision: GateDecision,
+    *,
+    holdout_models: tuple[str, ...],
+    importances: Mapping[str, float] | None = None,
 ) -> str:
-    """The accuracy card: data, splits with baselines, intervals, and what the gate decided."""
+    """The accuracy card: data, splits with baselines and goals, intervals, what the trees lean on, and the gate.
+
+    ``importances`` are shares of the gain by feature, largest first.
+    """
     rows = snapshot.training
-    models = sorted({seen.measurement.model for seen in rows})
-    precisions = sorted({seen.setup.precision.name for seen in rows})
     lines = [
         "# Accuracy of this predictor",
         "",
-        f"Trained on {len(rows)} measured cells: {', '.join(models)}; {', '.join(precisions)}; "
-        f"{', '.join(sorted({seen.measurement.gpu for seen in rows}))}.",
+        f"Trained on {len(rows)} measured cells: {_list((seen.network for seen in rows), what='networks')}; "
+        f"{_list((seen.setup.precision.name for seen in rows), what='precisions')}; "
+        f"{_list((seen.measurement.gpu for seen in rows), what='devices')}.",
         f"Never trained on: {', '.join(holdout_models) or 'no model was held out'}.",
         "",
         "Errors of the iteration time on rows that the method did not see; all methods on the same folds.",
@@ -62,6 +78,9 @@ def write_report(
     lines += [f"- {regime}: x{math.exp(radius):.2f}" for regime, radius in validation.radii.items()]
     if not validation.radii:
         lines.append("- none: too few rows to calibrate")
+    if importances:
+        lines += ["", f"Shares of the gain of all splits, the first {MOST_IMPORTANT}:", ""]
+        lines += [f"- {name}: {share:.1%}" for name, share in list(importances.items())[:MOST_IMPORTANT]]
     lines += ["", f"Gate: {'passed' if decision.passed else 'not passed'}.", ""]
     lines += [f"- {reason}" for reason in decision.reasons]
     if snapshot.problems:

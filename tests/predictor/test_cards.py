@@ -8,7 +8,7 @@ import pytest
 from precision_time.predictor import cards as cards_module
 from precision_time.predictor.cards import KINDS, find_card, find_family, transformer_flops
 from precision_time.predictor.public_table import shipped_measurements
-from precision_time.predictor.workload import find_workload
+from precision_time.predictor.workload import known_workloads
 from precision_time.storage.errors import InputError, IntegrityError
 
 
@@ -116,7 +116,7 @@ def test_cards_hold_the_known_sizes(model, task_input, params_m, giga_flops):
 
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "vit_b16", "gpt2"])
 def test_cards_agree_with_the_counted_workloads(model):
-    counted = find_workload(model)
+    counted = known_workloads()[model]
     card = find_card(model, counted.task_input)
     assert card.forward_flops_per_sample == pytest.approx(counted.forward_flops_per_sample, rel=1e-6)
     assert card.params == counted.params
@@ -126,7 +126,7 @@ def test_bert_with_a_head_on_every_position_is_the_counted_workload():
     card = find_card("bert_base", "128")
     head = 30522 * 768 + 768**2
     every_position = card.forward_flops_per_sample + 2 * (128 - 20) * head
-    assert every_position == pytest.approx(find_workload("bert_base").forward_flops_per_sample, rel=0.002)
+    assert every_position == pytest.approx(known_workloads()["bert_base"].forward_flops_per_sample, rel=0.002)
 
 
 @pytest.mark.parametrize(

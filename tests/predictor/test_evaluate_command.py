@@ -115,16 +115,16 @@ def test_the_artifact_that_is_named_answers_else_the_one_that_predict_would_ask(
     table: Callable[..., str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    evaluate_measurements = evaluation.evaluate_measurements
+    predict_table = evaluation.predict_table
 
-    def remember(path: str, *, published: Any, by: Any, clean: bool) -> dict[str, Any]:
+    def remember(path: str, *, published: Any, by: Any, clean: bool) -> Any:
         asked.append(published)
-        return evaluate_measurements(path, published=None, by=by, clean=clean)
+        return predict_table(path, published=None, by=by, clean=clean)
 
     def make(name: str) -> SimpleNamespace:
         return SimpleNamespace(manifest=SimpleNamespace(artifact_id=name))
 
-    monkeypatch.setattr(evaluation, "evaluate_measurements", remember)
+    monkeypatch.setattr(evaluation, "predict_table", remember)
     monkeypatch.setattr(artifact, "load_artifact", make)
     monkeypatch.setattr(artifact, "standing_artifact", lambda: (make("standing@1"), "it stands"))
     assert run(["evaluate", "--measurements", table(ROW), "--artifact", "mine@3"]) == 0
@@ -155,6 +155,9 @@ def test_collectives_are_scored_by_the_network_model(curves: str, capsys: Captur
         (["--measurements", "FILE", "--cv"], ["got: --measurements and --cv"]),
         (["--cv", "--by", "model"], ["--by does not go with --cv"]),
         (["--cv", "--clean"], ["--clean does not go with --cv"]),
+        (["--measurements", "FILE", "--worst", "3"], ["--worst does not go with --measurements", "--plots, --json"]),
+        (["--collectives", "FILE", "--plots", "out"], ["--plots does not go with --collectives"]),
+        (["--measurements", "FILE", "--plots", "ftp://x/y"], ["ftp"]),
         (["--collectives", "FILE", "--artifact", "a"], ["--artifact does not go with --collectives", "--by, --json"]),
         (["--measurements", "FILE", "--by", "colour"], ["got: colour", "model", "team", "regime"]),
         (["--collectives", "FILE"], ["lacks columns", "collective"]),
@@ -197,7 +200,7 @@ def quick_cross_validation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 rows=np.arange(len(measured)),
                 measured_s=measured,
                 predicted_s={method: measured * (1.1 + number) for number, method in enumerate(METHODS)},
-                folds=np.zeros(len(measured), dtype=np.int64),
+                folds=np.arange(len(measured)) % 2,
                 regimes=("known",) * len(measured),
                 covered=np.ones(len(measured), dtype=np.bool_),
                 level=0.9,
@@ -230,3 +233,82 @@ def test_cross_validation_for_people_is_a_table_with_goals(quick_cross_validatio
     assert out.startswith("| split")
     assert "10.0 / 10.0" in out
     assert str(quick_cross_validation[0]) in out
+
+
+def test_plots_of_a_file_are_drawn_beside_the_figures(
+    table: Callable[..., str], tmp_path: Path, capsys: Capture
+) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["evaluate", "--measurements", table(ROW), "--plots", str(tmp_path / "plots")]
+    assert run([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == answer(arguments[:3], capsys)
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"predicted.png", "distance.png"}
+    assert f"drawn: {tmp_path}/plots/predicted.png" in err
+
+
+def test_where_nothing_was_predicted_nothing_is_drawn_and_said_so(
+    table: Callable[..., str], tmp_path: Path, capsys: Capture
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = table(ROW.replace("resnet50", "no_such_network"))
+    assert run(["evaluate", "--measurements", path, "--plots", str(tmp_path / "plots")]) == 0
+    out, err = capsys.readouterr()
+    assert "0 of 1 rows predicted" in out
+    assert "nothing to draw" in err
+    assert not (tmp_path / "plots").exists() or not list((tmp_path / "plots").iterdir())
+
+
+def test_a_folder_for_plots_that_cannot_be_used_stops_before_the_work(
+    quick_cross_validation: list[int], tmp_path: Path, capsys: Capture
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("not a folder")
+    assert "not a folder" in error(["evaluate", "--cv", "--plots", str(tmp_path / "file")], capsys)
+    assert not quick_cross_validation
+
+
+def test_cross_validation_draws_both_pictures_of_every_split(
+    quick_cross_validation: list[int], tmp_path: Path, capsys: Capture
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert run(["evaluate", "--cv", "--plots", str(tmp_path / "plots")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("| split")
+    names = {
+        f"{split}-{kind}.png" for split in ("configuration", "leave-model-out") for kind in ("predicted", "distance")
+    }
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
+    assert err.count("drawn: ") == len(names)
+
+
+def test_the_worst_groups_are_listed_only_when_asked_for(quick_cross_validation: list[int], capsys: Capture) -> None:
+    assert run(["evaluate", "--cv"]) == 0
+    assert "worst groups" not in capsys.readouterr().out
+    assert run(["evaluate", "--cv", "--worst", "2"]) == 0
+    table, _, worst = capsys.readouterr().out.partition("\nworst groups of 5-fold by configuration")
+    assert table.startswith("| split")
+    lines = [line for line in worst.splitlines() if "10.0" in line]
+    assert 1 <= len(lines) <= 2
+    assert "of all error" in worst
+    assert "worst" not in answer(["evaluate", "--cv"], capsys)
+    told = answer(["evaluate", "--cv", "--worst", "2"], capsys)["worst"]
+    assert told["split"] == "configuration"
+    assert len(told["groups"]) == len(lines)
+    assert {"source", "network", "gpu", "n", "mape", "bias", "error_share"} <= set(told["groups"][0])
+    assert all(group["n"] >= 5 for group in told["groups"])
+
+
+def test_plots_of_an_artifacts_answers_measure_from_what_it_was_trained_on(
+    table: Callable[..., str], tmp_path: Path, measure: Any, publish_made_up: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from precision_time.predictor import plots
+
+    publish_made_up(f"{tmp_path}/registry", measure(models=("resnet50",)))
+    drawn: list[plots.PredictedRows] = []
+    monkeypatch.setattr(plots, "plot_distance", lambda rows, form: drawn.append(rows) or b"")
+    arguments = ["--artifact", f"{tmp_path}/registry/default", "--plots", f"{tmp_path}/plots"]
+    assert run(["evaluate", "--measurements", table(ROW), *arguments]) == 0
+    batches, worlds = drawn[0].steps.values()
+    assert (batches.tolist(), worlds.tolist()) == ([2.0], [2.0])  # 128 after 32, and 8 GPUs after 2

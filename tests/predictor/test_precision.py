@@ -5,16 +5,28 @@ from collections import Counter
 import pytest
 
 from precision_time.predictor.precision import PRECISIONS, SPELLINGS, parse_precision
-from precision_time.storage.errors import UnknownNameError
+from precision_time.storage.errors import InputError, UnknownNameError
 
 # The value a user finds in a configuration of each framework, and the policy it means.
 FRAMEWORK_SPELLINGS = {
-    "fp32": ["fp32-strict", "32-true", "32", 32, "no", "float32", "fp32", "FP32", "torch.float32"],
+    "fp32": [
+        "fp32-strict",
+        "32-true",
+        "32",
+        32,
+        "no",
+        "float32",
+        "fp32",
+        "FP32",
+        "torch.float32",
+        "torch.float",
+        "ieee",
+    ],
     "tf32": ["tf32", "TF32", "high", "tensorfloat32"],
-    "amp_fp16": ["16-mixed", "16", 16, "fp16-mixed", "amp_fp16", "mixed_fp16_fp32", "O1", "half"],
+    "amp_fp16": ["16-mixed", "16", 16, "fp16-mixed", "amp_fp16", "mixed_fp16_fp32", "O1", "O2", "half", "native_amp"],
     "amp_bf16": ["bf16-mixed", "bfloat16", "amp_bf16", "BF16-Mixed", "mixed bf16"],
     "fp16": ["16-true", "O3", "fp16", "pure_fp16"],
-    "bf16": ["bf16-true", "bf16", "pure_bf16", "torch.bfloat16"],
+    "bf16": ["bf16-true", "bf16", "pure_bf16", "torch.bfloat16", "bfloat16-true"],
     "fp8": [
         "transformer-engine",
         "transformer-engine-float16",
@@ -23,8 +35,10 @@ FRAMEWORK_SPELLINGS = {
         "float8_e5m2",
         "amp_fp8",
         "FP8",
+        "hybrid",
+        "torch.float8_e4m3fn",
     ],
-    "nvfp4": ["nvfp4", "NVFP4", "fp4"],
+    "nvfp4": ["nvfp4", "NVFP4", "fp4", "torch.float4_e2m1fn_x2"],
 }
 
 
@@ -61,6 +75,26 @@ def test_an_unknown_spelling_is_answered_with_the_nearest_three(unknown):
         parse_precision(unknown)
     assert len(caught.value.nearest) == 3
     assert all(parse_precision(spelling) for spelling in caught.value.nearest)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("spelling", "says", "offers"),
+    [
+        ("64-true", "fp64 training is not covered", "fp32"),
+        (64, "fp64 training is not covered", "fp32"),
+        ("Double", "fp64 training is not covered", "fp32"),
+        ("torch.float64", "fp64 training is not covered", "fp32"),
+        ("int8-training", "quantised weights is not covered", "amp_bf16"),
+        ("nf4_dq", "quantised weights is not covered", "amp_bf16"),
+        ("MXFP8", "microscaling formats is not covered", "fp8"),
+    ],
+)
+def test_a_format_that_is_known_but_not_covered_is_said_to_be_so(spelling, says, offers):
+    with pytest.raises(InputError, match=says) as caught:
+        parse_precision(spelling)
+    assert not isinstance(caught.value, UnknownNameError)
+    assert offers in (caught.value.fix or "")
     assert caught.value.exit_code == 2
 
 

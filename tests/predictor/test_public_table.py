@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from precision_time.predictor.public_table import (
-    REASONS,
     PublicTable,
     imply_utilisation,
     load_public_table,
@@ -20,6 +19,7 @@ from precision_time.predictor.public_table import (
     shipped_collectives,
     shipped_measurements,
 )
+from precision_time.predictor.quarantine import REASONS
 from precision_time.storage.errors import InputError
 from precision_time.storage.tables import NUMBER_COLUMNS, TEXT_COLUMNS
 

@@ -1,10 +1,16 @@
+"""Workloads: counted, from a card of sizes, or estimated from parameters and FLOPs alone, at the input asked."""
+
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
-from precision_time.predictor.workload import WorkloadFeatures, find_workload, known_workloads
+from precision_time.predictor.cards import Card, find_card
+from precision_time.predictor.observations import describe_row
+from precision_time.predictor.profiles import find_profile
+from precision_time.predictor.workload import WorkloadFeatures, describe_card, find_workload, known_workloads
 from precision_time.storage.errors import InputError, UnknownNameError
 
 
@@ -44,3 +50,158 @@ def test_cards_are_read_without_torch():
     code = "import sys; from precision_time.predictor.workload import find_workload; find_workload('gpt2'); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def card(model: str, **told: Any) -> Card:
+    blank: dict[str, Any] = dict.fromkeys(field.name for field in fields(Card))
+    return Card(**blank | {"model": model, "task_input": "", "optimizer": "", "how_known": ""} | told)
+
+
+def test_of_a_convolutional_network_that_is_not_known_the_rest_is_estimated_after_resnets():
+    work = describe_card("some_resnet", params=10**6, forward_flops_per_sample=1e9)
+    assert (work.family, work.kind, work.source) == ("resnet", "cnn", "card")
+    assert work.backward_flops_per_sample == 2e9
+    assert work.forward_bytes_per_sample == pytest.approx(0.040e9)
+    assert work.backward_bytes_per_sample == pytest.approx(1.4 * 0.040e9)
+    assert (work.forward_bytes_fixed, work.backward_bytes_fixed) == (4e6, 8e6)
+    assert (work.parameter_tensors, work.forward_ops, work.backward_ops) == (160, 224, 179)
+    assert (work.convolution_flops_share, work.attention_flops_share) == (1.0, 0.0)
+    assert work.optimizer == "sgd_momentum"
+    assert work.profile is None
+
+
+def test_of_a_transformer_it_is_estimated_after_transformers():
+    work = describe_card("some_bert", params=10**6, forward_flops_per_sample=1e9)
+    assert work.kind == "language_encoder"
+    assert work.forward_bytes_per_sample == pytest.approx(0.008e9)
+    assert work.backward_bytes_per_sample == pytest.approx(2.1 * 0.008e9)
+    assert (work.parameter_tensors, work.forward_ops, work.backward_ops) == (160, 128, 243)
+    assert (work.convolution_flops_share, work.attention_flops_share) == (0.0, 0.03)
+    assert work.optimizer == "adamw"
+
+
+@pytest.mark.parametrize("name", ["my_lstm", "my_tacotron"])
+def test_recurrent_and_speech_networks_launch_as_few_kernels_a_tensor_as_transformers(name: str):
+    work = describe_card(name, params=10**6, forward_flops_per_sample=1e9)
+    assert (work.forward_ops, work.backward_ops) == (128, 243)
+    assert work.convolution_flops_share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "moved"),
+    [
+        ("some_resnet", {"outputs_per_sample": 1e6, "activations_per_sample": 5e5}, 4 * 2.17e6),
+        ("some_resnet", {"activations_per_sample": 5e5}, 4 * 7.3 * 5e5),
+        ("some_bert", {"outputs_per_sample": 1e6}, 4 * 1.3e6),
+        ("some_bert", {"activations_per_sample": 5e5}, 4 * 3.8 * 5e5),
+    ],
+)
+def test_the_traffic_follows_the_most_exact_count_that_the_card_has(name: str, told: dict, moved: float):
+    work = describe_card(name, params=10**6, forward_flops_per_sample=1e9, card=card(name, **told))
+    assert work.forward_bytes_per_sample == pytest.approx(moved)
+    assert work.activations_per_sample == told.get("activations_per_sample")
+
+
+def test_what_a_card_says_is_not_estimated():
+    sizes = {"layers": 6, "convolution_share": 0.2, "attention_share": 0.3, "optimizer": "lamb", "vocab": 100}
+    work = describe_card("some_bert", params=10**6, forward_flops_per_sample=1e9, card=card("some_bert", **sizes))
+    assert work.parameter_tensors == 12 * 6
+    assert (work.layers, work.vocab, work.optimizer) == (6, 100, "lamb")
+    assert (work.convolution_flops_share, work.attention_flops_share) == (0.2, 0.3)
+    counted = card("some_bert", parameter_tensors=50, forward_operations=200)
+    work = describe_card("some_bert", params=10**6, forward_flops_per_sample=1e9, card=counted)
+    assert work.parameter_tensors == 50
+    # three of four counted operations launch a kernel
+    assert work.forward_ops == 150
+
+
+def test_of_a_recommender_with_sharded_tables_only_the_dense_part_is_a_ranks_own():
+    large = describe_card("dlrm_huge", params=2 * 10**9, forward_flops_per_sample=1e7)
+    assert large.params == 5 * 10**6
+    assert large.forward_bytes_fixed == 4 * large.params
+    assert describe_card("dlrm_little", params=10**9, forward_flops_per_sample=1e7).params == 10**9
+    assert describe_card("some_gpt", params=2 * 10**9, forward_flops_per_sample=1e7).params == 2 * 10**9
+
+
+@pytest.mark.parametrize("numbers", [{"params": 0}, {"forward_flops_per_sample": 0.0}])
+def test_a_network_of_no_size_or_no_work_is_bad_input(numbers: dict):
+    with pytest.raises(InputError, match="is not usable"):
+        describe_card("some_resnet", **{"params": 1, "forward_flops_per_sample": 1.0} | numbers)
+
+
+def test_names_of_one_network_say_so():
+    one, other = find_workload("vit_b16"), find_workload("vit_base_patch16_224")
+    assert one.network == other.network == "vit_base_patch16"
+    assert one.name != other.name
+
+
+def test_another_resolution_takes_as_much_more_work_as_its_area():
+    usual, doubled = find_workload("resnet50"), find_workload("resnet50", task_input="448")
+    growth = doubled.forward_flops_per_sample / usual.forward_flops_per_sample
+    assert growth == pytest.approx(4, rel=0.01)
+    assert (usual.task_input, doubled.task_input) == ("224", "448")
+    assert doubled.params == usual.params
+
+
+def test_a_longer_sequence_takes_more_than_its_share_of_attention():
+    short, long = find_workload("bert_base", task_input="128"), find_workload("bert_base", task_input="512")
+    assert 4 < long.forward_flops_per_sample / short.forward_flops_per_sample < 4.5
+    assert (short.sequence_length, long.sequence_length) == (128, 512)
+    assert long.attention_flops_share > short.attention_flops_share
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b16", "bert_base", "gpt2"])
+def test_a_network_with_a_card_is_described_as_rows_of_the_public_table_describe_it(name: str):
+    # or trees that learned from the table would meet blanks, and other FLOPs of BERT, where they expect what they know
+    asked = find_workload(name)
+    assert asked == describe_row(name, asked.task_input, None, None)
+    assert asked.activations_per_sample is not None
+
+
+def test_a_network_without_a_card_is_the_counted_one():
+    assert find_workload("mlp") == known_workloads()["mlp"]
+    assert find_workload("mlp", task_input="1024").source == "counted"
+
+
+def test_the_usual_input_said_aloud_changes_nothing():
+    assert find_workload("resnet50", task_input="224") == find_workload("resnet50")
+
+
+def test_a_workload_has_the_profile_of_its_card_and_so_has_a_measured_one():
+    shipped = find_card("resnet50")
+    assert shipped is not None
+    assert find_workload("resnet50").profile == find_profile(shipped) is not None
+    measured = replace(known_workloads()["resnet50"], params=25_000_000)
+    assert measured.profile is None
+    assert find_workload("resnet50", measured=[measured]) == replace(measured, profile=find_profile(shipped))
+
+
+def test_a_measured_workload_answers_for_its_own_input_only():
+    own = replace(find_workload("mlp"), name="mine", task_input="32")
+    assert find_workload("mine", task_input="32", measured=[own]) is own
+    with pytest.raises(InputError, match=r"mine is known at one input only.*expected: 32"):
+        find_workload("mine", task_input="64", measured=[own])
+
+
+@pytest.mark.parametrize("text", ["wide", "0", "00x0", "9" * 400, "9" * 5000, "224x9999999999"])
+@pytest.mark.parametrize("name", ["resnet50", "bert_base"])
+def test_an_input_that_names_no_size_is_bad_input(name: str, text: str):
+    with pytest.raises(InputError, match="names no size"):
+        find_workload(name, task_input=text)
+
+
+@pytest.mark.parametrize("name", [None, 3, b"resnet50"])
+def test_a_model_is_named_by_a_text(name: Any):
+    with pytest.raises(InputError, match="not a model"):
+        find_workload(name)
+
+
+def test_a_card_without_work_is_as_unknown_as_none():
+    with pytest.raises(UnknownNameError):
+        find_workload("amoebanet_d_18_256")
+
+
+def test_a_card_with_its_profile_survives_its_dictionary():
+    card_of = find_workload("resnet101")
+    assert card_of.profile is not None
+    assert WorkloadFeatures.from_dict(card_of.to_dict()) == card_of
