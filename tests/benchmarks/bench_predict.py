@@ -59,24 +59,56 @@ def warm_prediction() -> dict[str, float]:
     )
 
 
-def flat_trees() -> dict[str, float]:
-    """Rows through the numpy evaluator over the same rows through XGBoost (one thread); 200 trees of depth 4."""
+def bulk_answers() -> dict[str, float]:
+    """Rows of the public table answered by the bundled artifact without XGBoost, over XGBoost on ready features."""
     import xgboost
 
-    from precision_time.predictor.trees import flatten_xgboost
+    from precision_time.predictor.answers import answer_queries
+    from precision_time.predictor.artifact import load_bundled
+    from precision_time.predictor.features import SETUP_FEATURES, Query, feature_matrix
+    from precision_time.predictor.observations import observe_table
+    from precision_time.predictor.public_table import load_public_table
 
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(2000, 20)).astype(np.float32)
-    data = xgboost.DMatrix(rows, rows @ rng.normal(size=20))
-    booster = xgboost.train({"max_depth": 4, "nthread": 1}, data, num_boost_round=200)
-    forest = flatten_xgboost(bytes(booster.save_raw("json")))
-    return paired_ratio(
-        lambda: timed(lambda: forest.predict(rows), repeat=3),
-        lambda: timed(lambda: booster.predict(data), repeat=3),
+    observations, _ = observe_table(load_public_table().kept)
+    setups = [seen.setup for seen in observations[::4]]
+    published = load_bundled()
+    queries = [Query.of(setup) for setup in setups]
+    matrix = feature_matrix([query.row for query in queries], SETUP_FEATURES)
+    residual = np.log([seen.measurement.iteration_time_s / seen.closed.iteration_time_s for seen in observations[::4]])
+    booster = xgboost.train({"max_depth": 6, "nthread": 1}, xgboost.DMatrix(matrix, residual), num_boost_round=1100)
+    whole = paired_ratio(
+        lambda: timed(lambda: answer_queries([Query.of(setup) for setup in setups], published=published), repeat=1),
+        lambda: timed(lambda: booster.predict(xgboost.DMatrix(matrix)), repeat=1),
         pairs=5,
     )
+    described = statistics.median(
+        timed(lambda: answer_queries(queries, published=published), repeat=1) for _ in range(5)
+    )
+    return whole | {
+        "rows_per_s": len(setups) / whole["seconds"],
+        "rows_per_s_of_described_queries": len(setups) / described,
+        "xgboost_rows_per_s": len(setups) / whole["reference_seconds"],
+    }
+
+
+def one_fit() -> dict[str, float]:
+    """Seconds and peak memory (bytes) of one fit on the whole public table, on one thread."""
+    import resource
+
+    from precision_time.predictor.hierarchy import HierarchicalPredictor
+    from precision_time.predictor.observations import observe_table
+    from precision_time.predictor.public_table import load_public_table
+
+    observations, _ = observe_table(load_public_table().kept)
+    seconds = timed(lambda: HierarchicalPredictor.fit(observations), repeat=1)
+    return {"seconds": seconds, "peak_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 if __name__ == "__main__":
-    results = {"cold_prediction": cold_prediction(), "warm_prediction": warm_prediction(), "flat_trees": flat_trees()}
+    results = {
+        "cold_prediction": cold_prediction(),
+        "warm_prediction": warm_prediction(),
+        "bulk_answers": bulk_answers(),
+        "one_fit": one_fit(),
+    }
     print(json.dumps(results, indent=1))
