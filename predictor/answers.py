@@ -62,7 +62,7 @@ def answer_queries(queries: Sequence[Query], *, published: PublishedPredictor | 
         parts, level = predictor.predict(queries), predictor.level
         regimes = tuple(predictor.domain.regime_of(query.setup) for query in queries)
         gaps = tuple(tuple(predictor.domain.list_gaps(query.setup)) for query in queries)
-        by_artifact = np.array([predictor.trusts(regime) for regime in regimes], dtype=np.bool_)
+        by_artifact = np.array([predictor.lean_of(query).weight > 0 for query in queries], dtype=np.bool_)
         widest = max([CLOSED_FORM_RADIUS, *predictor.radii.values()])
         calibrated = np.array(
             [

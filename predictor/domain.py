@@ -83,6 +83,11 @@ class TrainingDomain:
             gaps.append(f"at most {self.max_accumulation_steps} micro-steps in an iteration were measured")
         return gaps
 
+    def covers_kind(self, setup: TrainingSetup) -> bool:
+        """Whether a device of its kind, CPU or GPU, was measured at all."""
+        is_cpu = setup.hardware.kind == "cpu"
+        return any(name.startswith("cpu") == is_cpu for name in self.gpus)
+
     def regime_of(self, setup: TrainingSetup) -> str:
         """How far ``setup`` is from the training data: one of ``REGIMES``."""
         known_model = network_of(setup) in self.batch_sizes

@@ -149,12 +149,14 @@ class HierarchicalPredictor:
             variant=variant,
         )
 
-    def trusts(self, regime: str) -> bool:
-        """Whether the trees have a say in ``regime``; else the closed forms answer."""
-        return regime in self.blend and self.blend[regime].weight > 0
-
     def lean_of(self, query: Query) -> Blend:
-        """The blend that holds for ``query``; in a regime without one the closed form answers as it is."""
+        """The blend that holds for ``query``; of weight 0 where the closed form answers as it is.
+
+        That is in a regime without a blend, and for a CPU where only GPUs were measured, or the other way round: what
+        was learned on the one says nothing of the other.
+        """
+        if not self.domain.covers_kind(query.setup):
+            return CLOSED_FORM_ONLY
         return self.blend.get(self.domain.regime_of(query.setup), CLOSED_FORM_ONLY)
 
     def predict(self, queries: Sequence[Query]) -> PredictedParts:
@@ -167,8 +169,8 @@ class HierarchicalPredictor:
             trees_s = np.exp(self.forests["total"].predict(feature_matrix(rows, _total_features(self.variant))))
             if self.variant not in ("direct", "no_closed_form"):
                 trees_s = trees_s * closed_s
-        regimes = [self.domain.regime_of(query.setup) for query in queries]
-        return parts.rescale(apply_blend(self.blend, regimes, trees_s=trees_s, closed_s=closed_s))
+        leans = [self.lean_of(query) for query in queries]
+        return parts.rescale(apply_blend(leans, trees_s=trees_s, closed_s=closed_s))
 
     def _predict_stages(self, queries: Sequence[Query]) -> PredictedParts:
         rows, closed = [query.row for query in queries], closed_parts(queries)

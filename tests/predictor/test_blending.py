@@ -26,19 +26,19 @@ def weights(observations: list[Observation]) -> dict[str, float]:
 def test_a_weight_of_one_is_the_trees_and_of_zero_the_corrected_closed_form() -> None:
     blend = {"known": Blend(1.0, 3.0), "new gpu": Blend(0.0, 3.0)}
     np.testing.assert_allclose(
-        apply_blend(blend, ["known", "new gpu"], trees_s=TREES_S, closed_s=CLOSED_S), [2.0, 15.0]
+        apply_blend([blend["known"], blend["new gpu"]], trees_s=TREES_S, closed_s=CLOSED_S), [2.0, 15.0]
     )
 
 
 def test_a_weight_between_is_the_geometric_mean() -> None:
-    blended = apply_blend({"known": Blend(0.5, 1.0)}, ["known", "known"], trees_s=TREES_S, closed_s=CLOSED_S)
+    blended = apply_blend([Blend(0.5, 1.0)] * 2, trees_s=TREES_S, closed_s=CLOSED_S)
     np.testing.assert_allclose(blended, [4.0, np.sqrt(15.0)])
-    leaning = apply_blend({"known": Blend(0.25, 2.0)}, ["known"], trees_s=TREES_S[:1], closed_s=CLOSED_S[:1])
+    leaning = apply_blend([Blend(0.25, 2.0)], trees_s=TREES_S[:1], closed_s=CLOSED_S[:1])
     np.testing.assert_allclose(leaning, 2.0**0.25 * 16.0**0.75)
 
 
 def test_in_a_regime_without_a_blend_the_closed_form_answers_as_it_is() -> None:
-    blended = apply_blend({"known": Blend(1.0, 9.0)}, ["new gpu", "known"], trees_s=TREES_S, closed_s=CLOSED_S)
+    blended = apply_blend([CLOSED_FORM_ONLY, Blend(1.0, 9.0)], trees_s=TREES_S, closed_s=CLOSED_S)
     np.testing.assert_allclose(blended, [8.0, 3.0])
     assert CLOSED_FORM_ONLY == (0.0, 1.0)
 

@@ -1,0 +1,93 @@
+"""What ships answers the README's call, and its answers keep the order that physics asks for."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from precision_time import predict_time
+from precision_time.predictor.artifact import BUNDLE, load_bundled
+
+pytestmark = pytest.mark.bundle
+
+A100 = {"gpu": "A100-SXM4-80GB", "batch_size": 128}
+
+
+@pytest.fixture(autouse=True)
+def _no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PRECISION_TIME_ARTIFACT", "PRECISION_TIME_REGISTRY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+
+
+def test_the_call_of_the_readme_is_answered_by_the_bundle() -> None:
+    estimate = predict_time(model="resnet50", precision="mixed_fp16_fp32", gpus=8, batch_size=256)
+    assert estimate.artifact_id == "bundled@1"
+    assert estimate.regime == "known"
+    # Public runs of this configuration take 0.09 to 0.16 s.
+    assert 0.07 < estimate.iteration_time_s < 0.2
+    assert estimate.low_s < estimate.iteration_time_s < estimate.high_s
+
+
+def test_it_weighs_less_than_five_megabytes_and_holds_what_serves() -> None:
+    files = [path for path in BUNDLE.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 5e6
+    assert {path.name for path in files} == {"manifest.json", "predictor.json", "trees.npz", "report.md"}
+
+
+def test_its_intervals_cover_what_they_promise_on_every_split() -> None:
+    bundled = load_bundled()
+    assert bundled is not None
+    coverage = {
+        split: methods["predictor"]["coverage"]
+        for split, methods in bundled.manifest.accuracy.items()
+        if split not in ("speed-up", "precision-transfer") and "without" not in split
+    }
+    assert set(coverage) >= {"configuration", "leave-model-out", "leave-family-out", "leave-gpu-out", "scale"}
+    assert all(0.85 <= share <= 0.95 for share in coverage.values() if share is not None)
+
+
+def test_it_beats_every_baseline_on_every_split() -> None:
+    bundled = load_bundled()
+    assert bundled is not None
+    for split, methods in bundled.manifest.accuracy.items():
+        errors = {method: metrics["mape"] for method, metrics in methods.items()}
+        assert min(errors, key=lambda method: errors[method] or math.inf) == "predictor", split
+
+
+def test_a_narrower_precision_is_faster_where_tensor_cores_have_work() -> None:
+    for model in ("resnet50", "vit_base_patch16_224", "bert_large"):
+        times = [predict_time(model, policy, **A100).iteration_time_s for policy in ("fp32", "tf32", "amp_bf16")]
+        assert times == sorted(times, reverse=True)
+
+
+def test_more_work_takes_longer() -> None:
+    for model in ("resnet50", "vit_b16", "bert_base"):
+        times = [
+            predict_time(model, "amp", gpu="A100", batch_size=batch).iteration_time_s for batch in (8, 32, 128, 512)
+        ]
+        assert times == sorted(times)
+    plain, again = (
+        predict_time("gpt2", "amp_bf16", gpu="A100", batch_size=8, activation_checkpointing=kept).iteration_time_s
+        for kept in ("none", "full")
+    )
+    assert again > plain
+
+
+def test_what_was_learned_on_gpus_says_nothing_of_a_cpu() -> None:
+    estimate = predict_time("resnet50", "fp32", gpu="cpu", batch_size=32)
+    assert estimate.artifact_id is None
+    assert any("bundled@1 does not speak of cpu" in reason for reason in estimate.reasons)
+
+
+def test_a_new_process_answers_without_any_heavy_library() -> None:
+    code = (
+        "import json, sys; from precision_time import predict_time; "
+        "artifact = predict_time('resnet50', 'amp', gpus=8, batch_size=64).artifact_id; "
+        "heavy = {'torch', 'prefect', 'dask', 'xgboost', 'pandas', 'fsspec', 'pyarrow'} & set(sys.modules); "
+        "print(json.dumps([artifact, sorted(heavy)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == ["bundled@1", []]
