@@ -21,7 +21,15 @@ CLOSED_FORM_LEVEL = 0.9
 
 
 #: Gaps that make a regime what it is: its radius was calibrated for these and no further one.
-_OWN_GAPS = {"known": 0, "new gpu": 1, "new model": 1, "new family": 1, "new model and gpu": 2, "beyond scale": 1}
+_OWN_GAPS = {
+    "known": 0,
+    "new pair": 1,
+    "new gpu": 1,
+    "new model": 1,
+    "new family": 1,
+    "new model and gpu": 2,
+    "beyond scale": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,6 +180,11 @@ def _explain(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) 
             "precision gains little; a larger batch or compilation helps"
         )
     reasons += _compare_precisions(setup, closed)
+    bubble = closed.pipeline_bubble_s / closed.iteration_time_s
+    if bubble > 0.1:
+        reasons.append(
+            f"{bubble:.0%} of the iteration is the pipeline's bubble: more micro-steps or virtual stages shrink it"
+        )
     if exposed_share > 0.1:
         reasons.append(f"{exposed_share:.0%} of the iteration waits for communication that no compute hides")
     return reasons
@@ -254,6 +259,8 @@ def predict_time(
     world_size = _count("gpus", gpus, at_most=1_000_000)
     micro_steps = _count("gradient_accumulation_steps", gradient_accumulation_steps, at_most=1_000_000)
     reasons: list[str] = []
+    if published is not None and unpublished.startswith("the configured registry holds no"):
+        reasons.append(unpublished)
     if gpu is None:
         gpu = published.manifest.default_gpu if published else DEFAULT_GPU
         reasons.append(f"no gpu was given: assumed {gpu}")
@@ -302,7 +309,7 @@ def predict_time(
         raise OutOfDomainError(
             "the question is outside the training data",
             got=f"regime {regime!r}: {'; '.join(judged)}",
-            expected="a known model on known hardware",
+            expected="what was measured: the model on this GPU, its batch sizes, precision and number of GPUs",
             fix="measure it in a campaign, or leave strict out",
         )
     parts = answers.parts

@@ -128,6 +128,13 @@ def _load_bundle(folder: Path) -> PublishedPredictor | None:
     registry = Registry(folder.parent)
     versions = registry.versions(folder.name)
     if not versions:
+        if any(path.is_file() for path in folder.rglob("*")):
+            raise IntegrityError(
+                "the artifact that comes with the package is incomplete",
+                got=f"files without a manifest in {folder.name}",
+                expected="a manifest beside them",
+                fix="install precision-time again, or name another artifact",
+            )
         return None
     try:
         return _load(registry, f"{folder.name}@{versions[-1]}")

@@ -73,7 +73,7 @@ def learn_blend(observations: Sequence[Observation], *, seed: int) -> dict[str, 
         errors = [np.abs(measured - step * corrections - (1 - step) * closed).mean() for step in _STEPS]
         return float(_STEPS[int(np.argmin(errors))])
 
-    weights = {"known": 1.0}
+    weights = {"known": 1.0, "new pair": 1.0}
     for regime, group in _LEFT_OUT.items():
         groups = [group(seen) for seen in observations]
         if len(set(groups)) < _FOLDS:

@@ -10,9 +10,9 @@ from precision_time.predictor.observations import Observation
 
 __all__ = ["REGIMES", "TrainingDomain", "network_of"]
 
-#: How far a query is from the training data. A network that was never seen is a new model where others of its family
-#: were, else a new family.
-REGIMES = ("known", "new gpu", "new model", "new family", "new model and gpu", "beyond scale")
+#: How far a query is from the training data. A network and a GPU that were measured, but not together, are a new pair;
+#: a network that was never seen is a new model where others of its family were, else a new family.
+REGIMES = ("known", "new pair", "new gpu", "new model", "new family", "new model and gpu", "beyond scale")
 
 _MOST_NAMES = 6
 
@@ -41,16 +41,20 @@ class TrainingDomain:
     max_world_size: int
     max_accumulation_steps: int
     batch_sizes: dict[str, tuple[int, int]]
+    #: networks that were measured on each GPU
+    networks_of: dict[str, tuple[str, ...]]
 
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> "TrainingDomain":
         """The domain spanned by ``observations``."""
         batches: dict[str, tuple[int, int]] = {}
+        together: dict[str, set[str]] = {}
         setups = [seen.setup for seen in observations]
         for setup in setups:
             name, size = network_of(setup), setup.batch_size
             low, high = batches.get(name, (size, size))
             batches[name] = (min(low, size), max(high, size))
+            together.setdefault(setup.hardware.name, set()).add(name)
         return cls(
             networks=tuple(sorted(batches)),
             families=tuple(sorted({setup.workload.family for setup in setups if setup.workload.family})),
@@ -59,6 +63,7 @@ class TrainingDomain:
             max_world_size=max(setup.world_size for setup in setups),
             max_accumulation_steps=max(setup.gradient_accumulation_steps for setup in setups),
             batch_sizes=batches,
+            networks_of={name: tuple(sorted(seen)) for name, seen in sorted(together.items())},
         )
 
     def list_gaps(self, setup: TrainingSetup) -> list[str]:
@@ -75,6 +80,8 @@ class TrainingDomain:
             gaps.append(
                 f"{setup.hardware.name} was never measured, only {_list_names(self.gpus, near=setup.hardware.name)}"
             )
+        elif network in self.batch_sizes and network not in self.networks_of[setup.hardware.name]:
+            gaps.append(f"{setup.workload.name} was never measured on {setup.hardware.name}, each with others")
         if setup.world_size > self.max_world_size:
             gaps.append(f"at most {self.max_world_size} ranks were measured")
         if setup.precision.name not in self.precisions:
@@ -93,7 +100,9 @@ class TrainingDomain:
         known_model = network_of(setup) in self.batch_sizes
         known_gpu = setup.hardware.name in self.gpus
         if known_model and known_gpu:
-            return "beyond scale" if setup.world_size > self.max_world_size else "known"
+            if setup.world_size > self.max_world_size:
+                return "beyond scale"
+            return "known" if network_of(setup) in self.networks_of[setup.hardware.name] else "new pair"
         if known_model:
             return "new gpu"
         if not known_gpu:
@@ -112,4 +121,5 @@ class TrainingDomain:
             max_world_size=int(values["max_world_size"]),
             max_accumulation_steps=int(values["max_accumulation_steps"]),
             batch_sizes={str(name): (int(low), int(high)) for name, (low, high) in values["batch_sizes"].items()},
+            networks_of={str(name): tuple(map(str, seen)) for name, seen in values["networks_of"].items()},
         )

@@ -51,7 +51,7 @@ _STAGE_ROUNDS = {"rounds": 120}
 _SILENT_SHARE = 0.05
 
 #: Where blends were not learned: what a campaign saw it may speak of, and its own hardware only; and without a lean.
-_TRUSTED = {regime: Blend(1.0, 1.0) for regime in ("known", "new model", "new family", "beyond scale")}
+_TRUSTED = {regime: Blend(1.0, 1.0) for regime in ("known", "new pair", "new model", "new family", "beyond scale")}
 _ALL_TRUSTED = {regime: Blend(1.0, 1.0) for regime in REGIMES}
 
 

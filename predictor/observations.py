@@ -151,7 +151,8 @@ def _describe_known(model: str, card: Card, params: int, flops: float, task_inpu
         params=params,
         forward_flops_per_sample=flops,
         card=card,
-        task_input=task_input,
+        # a row that tells no input is of the usual one, as a question is
+        task_input=task_input or card.task_input,
         sequence_length=card.sequence_length,
     )
 
@@ -179,8 +180,10 @@ def observe_table(frame: "pd.DataFrame") -> tuple[list[Observation], dict[int, s
 
 
 #: Ports and their rate: ``8x ConnectX-7 IB NDR 400Gb/s``, ``RoCE 1600Gbps/node``, ``InfiniBand 100Gb EDR``.
-_PORT_RATE = re.compile(r"(\d+)\s*(?:Gb/|Gb\b|Gb\s*/|Gbps|GB/Sec|Gbe\b)(GPU)?", re.IGNORECASE)
+_PORT_RATE = re.compile(r"(\d+)\s*(?:Gb/|Gb\b|Gb\s*/|Gbps|Gbit/s|GB/Sec|Gbe\b)(GPU)?", re.IGNORECASE)
 _PORT_COUNT = re.compile(r"(\d+)\s*x", re.IGNORECASE)
+#: A slower one serves management: rows that print 1 Gb Ethernet alone have times that no such network allows.
+_SLOWEST_NETWORK = 10e9 / 8
 #: Devices of a node of which a row tells the network of each.
 _GPUS_PER_NODE = 8
 
@@ -188,7 +191,7 @@ _GPUS_PER_NODE = 8
 def read_network(interconnect: str) -> float | None:
     """Bytes per second, one way, of a node's network as a row tells it; None where it does not.
 
-    What stands before ``inter:`` is inside the node; of several networks the fastest counts.
+    What stands before ``inter:`` is inside the node; of several networks the fastest counts, and none below 10 Gbit/s.
     """
     _, told, between = interconnect.partition("inter:")
     rates = []
@@ -201,7 +204,7 @@ def read_network(interconnect: str) -> float | None:
             ports = _GPUS_PER_NODE if rate[2] else int(count[1]) if count else 1
             rates.append(ports * int(rate[1]) * 1e9 / 8)
             before = rate.end()
-    return max(rates, default=None)
+    return max((rate for rate in rates if rate >= _SLOWEST_NETWORK), default=None)
 
 
 def _observe_row(row: Mapping[Any, Any], workload: WorkloadFeatures, *, task_input: str, index: int) -> Observation:

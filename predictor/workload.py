@@ -39,8 +39,9 @@ _LAUNCHED_SHARE = 0.75
 _SHARDED_TABLE_PARAMS = 1_000_000_000
 #: Share of a transformer's forward FLOPs in attention where the card does not say (BERT-base at 128 to ViT-B/16).
 _ATTENTION_SHARE = 0.03
-#: Digits of the largest resolution or sequence length that a question may name.
-_MOST_DIGITS = 9
+#: What a question may say of its input: a side or a length, or sides joined by x.
+_INPUT = re.compile(r"\d{1,7}(x\d{1,7}){0,2}")
+_SMALLEST_INPUT, _LARGEST_INPUT = 16, 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,12 +210,13 @@ def known_workloads() -> dict[str, WorkloadFeatures]:
 
 
 def _check_input(task_input: str) -> None:
-    numbers = re.findall(r"\d+", task_input)
-    if not any(number.strip("0") for number in numbers) or max(map(len, numbers)) > _MOST_DIGITS:
+    if not _INPUT.fullmatch(task_input) or not all(
+        _SMALLEST_INPUT <= int(number) <= _LARGEST_INPUT for number in task_input.split("x")
+    ):
         raise InputError(
             "this input names no size",
             got=repr(task_input[:200]),
-            expected="a resolution such as 224 or 800x1333, or a sequence length such as 512",
+            expected="a resolution such as 224 or 800x1333, or a sequence length such as 512, from 16 to 1048576",
         )
 
 
@@ -246,6 +248,13 @@ def find_workload(name: str, *, task_input: str = "", measured: Iterable[Workloa
             sequence_length=card.sequence_length,
         )
     own = known_workloads() | own
+    if name not in own and card is not None:
+        raise InputError(
+            f"the work of {name} is not known",
+            got="a card without forward FLOPs",
+            expected="a model whose work was counted",
+            fix="measure it in a campaign",
+        )
     if name not in own:
         raise UnknownNameError(
             "model",

@@ -114,6 +114,10 @@ def import_rows(source: str | Path, *, into: str | Path) -> ImportCounts:
     """
     import pandas as pd
 
+    if not str(into).lower().endswith((".parquet", ".pq")):
+        raise InputError(
+            "the table to import into is a Parquet file", got=str(into), expected="a name that ends in .parquet"
+        )
     new = read_table(source)
     check_columns(new, where=str(source), needed=("row_id", *_NEEDED))
     _check_ids(new["row_id"], str(source))

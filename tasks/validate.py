@@ -17,6 +17,7 @@ __all__ = ["Accuracy", "GateDecision", "Validation", "judge_challenger", "valida
 #: The split whose errors calibrate the interval of each regime; the next one where there is no such split.
 CALIBRATED_ON = {
     "known": ("configuration",),
+    "new pair": ("source-model-gpu",),
     "new model": ("leave-model-out",),
     "new family": ("leave-family-out", "leave-model-out"),
     "new gpu": ("leave-gpu-out",),

@@ -132,3 +132,11 @@ def test_cards_are_packed_only_where_a_campaign_measured_them(measure, registry:
     # The made-up artifact carries one card and no hardware: what is not there reads as none.
     assert "hardware.json" not in Registry(registry).load("default")[1]
     assert load_artifact(f"{registry}/default").hardware == ()
+
+
+def test_a_bundle_without_its_manifest_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bundled" / "1").mkdir(parents=True)
+    (tmp_path / "bundled" / "1" / "trees.npz").write_bytes(b"x")
+    monkeypatch.setattr("precision_time.predictor.artifact.BUNDLE", tmp_path / "bundled")
+    with pytest.raises(IntegrityError, match="incomplete"):
+        load_bundled()

@@ -82,7 +82,7 @@ def test_without_rows_of_many_ranks_scale_is_trusted_as_another_gpu_is(make_worl
 
 def test_a_regime_that_no_rows_can_stand_for_is_left_to_the_closed_forms(make_world, few_rounds) -> None:
     found = weights(make_world(lambda measured: 1.5, gpus=("A100-SXM4-80GB", "V100-SXM2-16GB"), world_sizes=(1,)))
-    assert set(found) == {"known", "new model", "new family"}
+    assert set(found) == {"known", "new pair", "new model", "new family"}
 
 
 def test_sister_parts_of_one_chip_are_left_out_together(make_world, few_rounds) -> None:

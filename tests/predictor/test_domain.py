@@ -129,3 +129,13 @@ def test_a_dictionary_that_lacks_a_part_is_refused(domain, missing: str) -> None
     del values[missing]
     with pytest.raises(KeyError, match=missing):
         TrainingDomain.from_dict(values)
+
+
+def test_a_network_and_a_gpu_that_never_met_are_a_new_pair(measure) -> None:
+    met = TrainingDomain.of(
+        observe(measure(models=("resnet50",)) + measure(models=(KNOWN,), gpu="V100-SXM2-16GB", precisions=("fp32",)))
+    )
+    assert met.regime_of(ask("resnet50", world_size=2)) == "known"
+    assert met.regime_of(ask(KNOWN, world_size=2)) == "new pair"
+    assert any(f"{KNOWN} was never measured on A100" in gap for gap in met.list_gaps(ask(KNOWN, world_size=2)))
+    assert TrainingDomain.from_dict(met.to_dict()) == met

@@ -70,7 +70,9 @@ def described(model: str, task_input: str, params: float | None, flops: float | 
         ("NVLink + InfiniBand 100Gb EDR", 100),
         ("NVLink + RDMA 400Gb/GPU", 3200),
         ("RoCE 1600Gbps/node", 1600),
-        ("intra: NVLINK2.0; inter: 1Gb Ethernet", 1),
+        ("25 Gbit/s", 25),
+        # serves management: the times of such rows say so
+        ("intra: NVLINK2.0; inter: 1Gb Ethernet", None),
         ("NVLink + InfiniBand", None),
         ("intra: NVLINK Gen5 1800 GB/s", None),
         ("inter: ROCE2; Data bandwidth for GPU-PCIe: 504 GB/s; PCIe-NIC: 500 GB/s", None),
@@ -246,3 +248,7 @@ def test_the_rows_of_one_network_in_one_source_share_their_weight(tmp_path: Path
     # 16 rows of one network weigh as 4 single ones; another network, or the same in another source, is on its own
     assert weights[:16] == pytest.approx(weights[16] / 4)
     assert weights[16] == weights[17]
+
+
+def test_a_row_that_tells_no_input_is_of_the_usual_one() -> None:
+    assert describe_row("resnet50", "", None, None) == describe_row("resnet50", "224", None, None)

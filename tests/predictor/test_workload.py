@@ -196,9 +196,15 @@ def test_a_model_is_named_by_a_text(name: Any):
         find_workload(name)
 
 
-def test_a_card_without_work_is_as_unknown_as_none():
-    with pytest.raises(UnknownNameError):
+def test_a_card_without_work_is_said_to_be_one():
+    with pytest.raises(InputError, match="work of amoebanet_d_18_256 is not known"):
         find_workload("amoebanet_d_18_256")
+
+
+@pytest.mark.parametrize("text", ["448px", "448 x 448", "3x448x448x1", "1e3", "4", "-448", "99999999", "seq448"])
+def test_an_input_that_would_be_misread_is_refused(text):
+    with pytest.raises(InputError, match="names no size"):
+        find_workload("resnet50", task_input=text)
 
 
 def test_a_card_with_its_profile_survives_its_dictionary():
