@@ -9,7 +9,7 @@ from typing import SupportsIndex
 
 from precision_time.predictor.answers import Answers, answer_queries
 from precision_time.predictor.artifact import PublishedPredictor, load_artifact, standing_artifact
-from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, solve_closed_form
+from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, fill_pipeline, solve_closed_form
 from precision_time.predictor.estimate import TimeEstimate
 from precision_time.predictor.explain import explain_query
 from precision_time.predictor.features import Query
@@ -276,9 +276,9 @@ def predict_time(
     if assumed:
         reasons.append(assumed)
     samples = _count("batch_size", batch_size, at_most=1_000_000_000)
-    if layout.pipeline > 1 and micro_steps == 1 and samples > 1:
-        # Without accumulation the batch of a step is what a pipeline divides; one sample each fills it best.
-        samples, micro_steps = 1, samples
+    told = (samples, micro_steps)
+    samples, micro_steps = fill_pipeline(stages=layout.pipeline, batch_size=samples, micro_steps=micro_steps)
+    if (samples, micro_steps) != told:
         reasons.append(f"assumed {micro_steps} micro-steps of one sample in the pipeline")
     setup = TrainingSetup(
         workload=find_workload(

@@ -12,7 +12,7 @@ from precision_time.predictor.roofline import WHOLE, divide_work, estimate_compu
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError
 
-__all__ = ["ClosedForm", "TrainingSetup", "solve_closed_form"]
+__all__ = ["ClosedForm", "TrainingSetup", "fill_pipeline", "solve_closed_form"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,14 @@ class ClosedForm:
     def iteration_time_s(self) -> float:
         """Seconds of one optimizer step."""
         return self.compute_time_s + self.exposed_communication_s
+
+
+def fill_pipeline(*, stages: int, batch_size: int, micro_steps: int) -> tuple[int, int]:
+    """Samples of a micro-step and number of micro-steps, for what was told as one batch of a step.
+
+    Without accumulation the batch is what a pipeline divides, and one sample a micro-step fills it best.
+    """
+    return (1, batch_size) if stages > 1 and micro_steps == 1 else (batch_size, micro_steps)
 
 
 def _rank_share(setup: TrainingSetup) -> HardwareSpec:

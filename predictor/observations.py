@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precision_time.predictor.cards import Card, find_card
-from precision_time.predictor.closed_form import ClosedForm, TrainingSetup
+from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, fill_pipeline
 from precision_time.predictor.features import Query
 from precision_time.predictor.hardware import HardwareSpec, find_hardware
 from precision_time.predictor.precision import parse_precision
@@ -210,9 +210,9 @@ def read_network(interconnect: str) -> float | None:
 def _observe_row(row: Mapping[Any, Any], workload: WorkloadFeatures, *, task_input: str, index: int) -> Observation:
     world_size, nodes = int(row["world_size"]), int(row["nodes"])
     batch_size, accumulation = max(1, round(row["per_gpu_batch_size"])), int(row["accumulation"])
-    if row["pipeline"] > 1 and accumulation == 1:
-        # Told as one batch a step: a pipeline divides it, and one sample a micro-step fills it best.
-        batch_size, accumulation = 1, batch_size
+    batch_size, accumulation = fill_pipeline(
+        stages=int(row["pipeline"]), batch_size=batch_size, micro_steps=accumulation
+    )
     strategy = row["parallelism"] if isinstance(row["parallelism"], str) and row["parallelism"] else "ddp"
     measurement = Measurement(
         source=row["source"],

@@ -174,7 +174,6 @@ def profile_transformer(card: Card) -> OperatorProfile | None:
     decodes = family is not None and family.kind in ("language_decoder", "mixture_of_experts")
     gated = decodes and family is not None and family.family not in ("gpt", "mpt", "transformer_xl")
     inner = card.ffn_size * (card.active_experts or 1)
-    scores = 0.0 if decodes else float(heads) * length * length
 
     products: list[tuple[float, float]] = []  # FLOPs, elements
     attention: list[tuple[float, float]] = []
@@ -189,6 +188,7 @@ def profile_transformer(card: Card) -> OperatorProfile | None:
     if decodes:
         attention.append((4.0 * length * length * hidden, 4.0 * length * hidden))
     else:
+        scores = float(heads) * length * length
         attention += [(2.0 * length * length * hidden, 2.0 * length * hidden + scores)] * 2
         others += [2.0 * scores, 2.0 * scores, 2.0 * length * hidden]  # softmax, dropout
     vocab = card.vocab or 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from precision_time.predictor import blending, learner
+from precision_time.predictor.artifact import load_artifact
 from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.observations import Observation, observe
 from precision_time.storage.schema import Measurement
@@ -104,3 +105,13 @@ def _no_bundle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
     """Without a registry the closed forms answer here; tests of what ships carry the mark ``bundle``."""
     if "bundle" not in request.keywords:
         monkeypatch.setattr("precision_time.predictor.artifact.BUNDLE", tmp_path / "no-bundle")
+
+
+@pytest.fixture
+def nothing_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither an environment variable nor a configuration file names an artifact or a registry."""
+    for name in ("PRECISION_TIME_ARTIFACT", "PRECISION_TIME_REGISTRY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load_artifact.cache_clear()

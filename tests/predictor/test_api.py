@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precision_time import predict_time
-from precision_time.predictor.artifact import load_artifact
 from precision_time.storage.errors import (
     InputError,
     IntegrityError,
@@ -19,14 +18,7 @@ from precision_time.storage.errors import (
     UnknownNameError,
 )
 
-
-@pytest.fixture(autouse=True)
-def no_standing_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.delenv("PRECISION_TIME_ARTIFACT", raising=False)
-    monkeypatch.delenv("PRECISION_TIME_REGISTRY", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    load_artifact.cache_clear()
+pytestmark = pytest.mark.usefixtures("nothing_published")
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,12 @@ from hypothesis import strategies as st
 
 from precision_time import predict_time
 from precision_time.predictor import api
-from precision_time.predictor.artifact import PublishedPredictor, load_artifact
+from precision_time.predictor.artifact import PublishedPredictor
 from precision_time.predictor.blending import Blend
 from precision_time.storage.errors import InputError, UnknownNameError
 from precision_time.storage.schema import ArtifactManifest
 
-
-@pytest.fixture(autouse=True)
-def no_standing_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.delenv("PRECISION_TIME_ARTIFACT", raising=False)
-    monkeypatch.delenv("PRECISION_TIME_REGISTRY", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    load_artifact.cache_clear()
+pytestmark = pytest.mark.usefixtures("nothing_published")
 
 
 @pytest.mark.parametrize(

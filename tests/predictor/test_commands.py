@@ -9,18 +9,11 @@ import pytest
 from precision_time import predict_time
 from precision_time.__main__ import run
 from precision_time.predictor import api
-from precision_time.predictor.artifact import load_artifact
 
 ASKED = ["predict", "--model", "llama2_7b", "--precision", "bf16", "--batch-size", "2"]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("PRECISION_TIME_ARTIFACT", "PRECISION_TIME_REGISTRY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    load_artifact.cache_clear()
+pytestmark = pytest.mark.usefixtures("nothing_published")
 
 
 def ask(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import pytest
 
 from precision_time import predict_time
 from precision_time.__main__ import run
-from precision_time.predictor.artifact import load_artifact
 from precision_time.predictor.hardware import choose_precision, known_hardware, supported_precisions
 from precision_time.predictor.precision import PRECISIONS, parse_precision
 from precision_time.storage.errors import OutOfDomainError, PrecisionUnsupportedError
@@ -15,13 +14,7 @@ from precision_time.storage.errors import OutOfDomainError, PrecisionUnsupported
 H100 = "H100-SXM5-80GB"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("PRECISION_TIME_ARTIFACT", "PRECISION_TIME_REGISTRY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    load_artifact.cache_clear()
+pytestmark = pytest.mark.usefixtures("nothing_published")
 
 
 LACKING = [
