@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp-$(shell cat constraints.txt pyproject.toml | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bundle test test-system test-long clean check check-format check-types check-imports check-wheel
+.PHONY: help demo bundle zoo test test-system test-long clean check check-format check-types check-imports check-wheel
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -17,6 +17,15 @@ demo: $(STAMP) ## a campaign, a predictor and a prediction of an unseen cell on 
 bundle: $(STAMP) ## train on the public measurements and put the artifact that ships into predictor/data/bundled
 	registry=$$(mktemp -d) && trap 'rm -rf "$$registry"' EXIT && \
 	$(PY) -m precision_time retrain --public --seed 0 --registry "$$registry" --export predictor/data/bundled
+
+# timm and torchvision need their own torch, so the zoo has an environment of its own; walks are kept until all are done.
+zoo: .venv-zoo/.stamp ## build and walk every network of the zoo anew into predictor/data/zoo.parquet: hours of one core
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m precision_time.tasks.zoo.build
+
+.venv-zoo/.stamp: constraints.txt pyproject.toml
+	$(PYTHON) -m venv --clear .venv-zoo
+	.venv-zoo/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[zoo]'
+	@touch $@
 
 test: $(STAMP) ## the quick tests: any CPU machine, under 10 minutes
 	$(PY) -m pytest -m "not ui and not mpi and not faults and not gpu and not long"

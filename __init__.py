@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-__all__ = ["PrecisionTimeError", "TimeEstimate", "__version__", "predict_time"]
+__all__ = ["Calibration", "PrecisionTimeError", "TimeEstimate", "__version__", "calibrate", "predict_time"]
 
 if TYPE_CHECKING:
     from precision_time.predictor.api import predict_time
+    from precision_time.predictor.calibrate import Calibration, calibrate
     from precision_time.predictor.estimate import TimeEstimate
     from precision_time.storage.errors import PrecisionTimeError
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
 else:
     # Type checkers read the branch above, so an unknown attribute stays an error for them.
     _HOMES = {
+        "Calibration": "precision_time.predictor.calibrate",
         "PrecisionTimeError": "precision_time.storage.errors",
         "TimeEstimate": "precision_time.predictor.estimate",
+        "calibrate": "precision_time.predictor.calibrate",
         "predict_time": "precision_time.predictor.api",
     }
 

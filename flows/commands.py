@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -132,15 +132,90 @@ def retrain(
 
 
 def probe(
-    device: Annotated[Device, typer.Option(help="Which device to look at.")] = "auto", as_json: AsJson = False
+    device: Annotated[Device, typer.Option(help="Which device to look at.")] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Time real iterations of this model too: a workload's name, or your own as module:factory."),
+    ] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="Precision to tell of; repeatable. By default fp32 and mixed ones.")
+    ] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Samples of one GPU; repeatable. By default 8 and 32.")
+    ] = None,
+    gpus: Annotated[list[int] | None, typer.Option(help="Number of GPUs to predict; repeatable.")] = None,
+    gpu: Annotated[list[str] | None, typer.Option(help="Another GPU to predict; repeatable.")] = None,
+    measure: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What is timed, as precision:batch; repeatable. By default the first precision at the smallest and "
+            "the largest batch, and each other one at the smallest."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Iterations timed of each, by default 20.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="How often each is timed, in turn; by default once.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Time what else is predicted for one device here, and compare.")
+    ] = False,
+    artifact: Annotated[
+        str | None, typer.Option(help="Published predictor: URL/name, URL/name@3, name@champion.")
+    ] = None,
+    save: Annotated[
+        str | None, typer.Option(help="JSON file for the calibration, which predict takes as measured rows.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """What this machine's device is, which precisions it runs, and how fast it is: measured in a few seconds."""
-    from precision_time.flows.terminal import open_console, print_probe, say
+    """What this machine's device is, which precisions it runs, and how fast it is: measured in a few seconds.
+
+    With --model a few real iterations of the model are timed too, and its other precisions, batches, numbers of GPUs
+    and GPUs predicted from them.
+    """
+    from precision_time.flows.terminal import open_console, print_model_probe, print_probe, say
+    from precision_time.storage.errors import InputError
     from precision_time.tasks.probe import probe_device
 
-    say("measuring the device for a few seconds")
-    report = probe_device(device)
+    about_model: dict[str, Any] = {
+        "precisions": precision,
+        "batch_sizes": batch_size,
+        "gpus": gpus,
+        "other_gpus": gpu,
+        "measure": [_parse_setting(text) for text in measure or []],
+        "steps": steps,
+        "rounds": rounds,
+        "check": check or None,
+        "artifact": artifact,
+    }
+    given = {name: value for name, value in about_model.items() if value not in (None, [])}
+    if model is None:
+        if given or save:
+            raise InputError(
+                "options of a model's probe without a model",
+                got=", ".join([*given, *(["save"] if save else [])]),
+                expected="--model with the name of a workload, or module:factory",
+            )
+        say("measuring the device for a few seconds")
+        report = probe_device(device)
+        if as_json:
+            typer.echo(json.dumps(report.to_dict(), indent=2))
+        else:
+            print_probe(report, console=open_console())
+        return
+    from precision_time.tasks.probe_model import probe_model
+
+    found = probe_model(model, device, announce=say, **given)
+    if save:
+        found.calibration.save(save)
+        say(f"the calibration is in {save}")
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
-        print_probe(report, console=open_console())
+        print_model_probe(found, console=open_console())
+
+
+def _parse_setting(text: str) -> tuple[str, int]:
+    from precision_time.storage.errors import InputError
+
+    precision, _, batch = text.rpartition(":")
+    if not precision or not batch.isdecimal():
+        raise InputError("this is nothing to measure", got=repr(text), expected="precision:batch, such as fp32:8")
+    return precision, int(batch)

@@ -79,7 +79,7 @@ def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
         progress.update(1.0)
         return _conclude(spec, snapshot, "held back", champion_id, list(decision.reasons), validation.accuracy)
     manifest = publish_task(
-        predictor.with_intervals(validation.radii, level=spec.level),
+        predictor.with_intervals(validation.radii, level=spec.level).with_effects(validation.effects),
         snapshot,
         validation,
         report=report,

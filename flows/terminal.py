@@ -1,5 +1,6 @@
 """Tables and lines of the campaign commands: data on stdout, everything else on stderr."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -14,9 +15,10 @@ from precision_time.predictor.estimate import format_duration
 from precision_time.storage.errors import printable
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probe import ProbeReport
+from precision_time.tasks.probe_model import ModelProbe
 from precision_time.tasks.report import readable_accuracy
 
-__all__ = ["open_console", "print_plan", "print_probe", "print_result", "say"]
+__all__ = ["open_console", "print_model_probe", "print_plan", "print_probe", "print_result", "say"]
 
 #: a larger grid is shown by its ends; --json has all of it
 MAX_ROWS = 500
@@ -98,6 +100,39 @@ def print_probe(report: ProbeReport, *, console: Console) -> None:
     )
     for name, reason in report.unsupported.items():
         console.print(f"not supported: {name} ({printable(reason)})", markup=False)
+
+
+def print_model_probe(found: ModelProbe, *, console: Console) -> None:
+    """Each setting as it was measured and predicted, and what answered."""
+    hardware = found.device.hardware
+    # Every row is of the model and device that stand above the table.
+    subject = re.compile(rf" of \S+ on {re.escape(hardware.name)}(?=:)")
+    rows = [
+        {
+            "precision": line.precision,
+            "batch": line.batch_size,
+            "GPUs": line.gpus,
+            "GPU": line.gpu,
+            "measured": "" if line.measured_s is None else format_duration(line.measured_s),
+            "predicted": format_duration(line.predicted_s),
+            "error": "" if line.error is None else f"{line.error:+.1%}",
+            f"{found.level:.0%} interval": f"{format_duration(line.low_s)} .. {format_duration(line.high_s)}",
+            "how known": ("measured; without it " if line.is_calibrating else "") + subject.sub("", line.known_by),
+        }
+        for line in found.times
+    ]
+    steps = sum(line.steps for line in found.times)
+    console.print(f"{found.model} on {hardware.name}: {steps} iterations timed", markup=False)
+    _print_table(console, rows)
+    count = len(found.calibration.rows)
+    console.print(
+        f"answered by {found.calibration.artifact_id or 'the closed forms'}, calibrated by {count} measured "
+        f"row{'s' if count > 1 else ''}; load of the machine {found.load_average:.1f} on "
+        f"{found.device.environment.cpu_cores} cores",
+        markup=False,
+    )
+    for text in found.left_out:
+        console.print(f"left out: {printable(text)}", markup=False)
 
 
 def _print_table(console: Console, rows: Sequence[Mapping[str, object]]) -> None:

@@ -50,6 +50,8 @@ class Answers:
     by_artifact: npt.NDArray[np.bool_]
     #: whether the interval was calibrated for such a query
     calibrated: npt.NDArray[np.bool_]
+    #: by which measured rows each answer was corrected, in words; blank without any measured
+    corrections: tuple[str, ...] = ()
 
 
 def answer_queries(queries: Sequence[Query], *, published: PublishedPredictor | None) -> Answers:

@@ -4,12 +4,14 @@ import dataclasses
 import math
 import numbers
 import operator
+from collections.abc import Callable
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from precision_time.predictor.answers import Answers, answer_queries
+from precision_time.predictor.answers import answer_queries
 from precision_time.predictor.artifact import PublishedPredictor, load_artifact, standing_artifact
-from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, fill_pipeline, solve_closed_form
+from precision_time.predictor.calibrate import Calibration, calibrate
+from precision_time.predictor.closed_form import TrainingSetup, fill_pipeline
 from precision_time.predictor.estimate import TimeEstimate
 from precision_time.predictor.explain import explain_query
 from precision_time.predictor.features import Query
@@ -19,12 +21,13 @@ from precision_time.predictor.hardware import (
     find_hardware,
     load_hardware,
     parse_bandwidth,
-    supported_precisions,
 )
 from precision_time.predictor.implementation import Checkpointing, Implementation
+from precision_time.predictor.memory import estimate_memory, explain_memory
+from precision_time.predictor.own_models import resolve_model
 from precision_time.predictor.parallelism import Parallelism, parse_parallelism
-from precision_time.predictor.precision import PRECISIONS, Precision, parse_precision
-from precision_time.predictor.workload import find_workload
+from precision_time.predictor.precision import Precision, parse_precision
+from precision_time.predictor.reasons import explain_time, judge_answer
 from precision_time.storage.errors import InputError, OutOfDomainError, UnknownNameError
 
 __all__ = ["predict_time"]
@@ -115,103 +118,15 @@ def _plan_steps(
     return math.ceil(number * per_epoch), per_epoch
 
 
-#: A ratio of two times this near to 1 is no difference.
-_NO_DIFFERENCE = 0.005
-
-
-def _tell_gains(name: str, seconds: float, others: dict[str, float]) -> str:
-    """How much faster or slower ``name`` is than each of the ``others`` (seconds by name)."""
-    parts = []
-    for other, other_s in others.items():
-        if abs(other_s / seconds - 1) < _NO_DIFFERENCE:
-            parts.append(f"is as fast as {other}")
-        elif other_s > seconds:
-            parts.append(f"is {other_s / seconds:.2f} times as fast as {other}")
-        else:
-            parts.append(f"takes {seconds / other_s:.2f} times as long as {other}")
-    return f"{name} {' and '.join(parts)}"
-
-
-def _compare_precisions(setup: TrainingSetup, closed: ClosedForm) -> list[str]:
-    """What the policy gains or loses against fp32, and against tf32 on devices that have it, by the closed forms."""
-
-    def time_as(name: str) -> float:
-        return solve_closed_form(dataclasses.replace(setup, precision=PRECISIONS[name])).iteration_time_s
-
-    policy, supported = setup.precision, supported_precisions(setup.hardware)
-    own_s, has_tf32 = closed.iteration_time_s, "tf32" in supported
-    if policy.name == "fp32":
-        if not has_tf32:
-            return []
-        tf32_s = time_as("tf32")
-        gains = [_tell_gains("tf32", tf32_s, {"strict fp32": own_s})]
-        mixed = next((name for name in ("amp_bf16", "amp_fp16") if name in supported), None)
-        if mixed:
-            gains.append(_tell_gains(mixed, time_as(mixed), {"tf32": tf32_s, "strict fp32": own_s}))
-        return [
-            "frameworks may run fp32 products as tf32 on this device unless that is switched off (torch: "
-            "set_float32_matmul_precision('highest') and cudnn.allow_tf32 = False); the closed forms take fp32 as "
-            "strict fp32",
-            f"by the closed forms {', '.join(gains)} here",
-        ]
-    fp32_s = time_as("fp32")
-    others = {"strict fp32" if has_tf32 else "fp32": fp32_s}
-    if has_tf32 and policy.name != "tf32":
-        others = {"tf32": time_as("tf32")} | others
-    reasons = [f"by the closed forms {_tell_gains(policy.name, own_s, others)} here"]
-    if own_s > (1 + _NO_DIFFERENCE) * fp32_s:
-        if closed.launch_bound and policy.is_mixed:
-            scaling = " and loss scaling" if policy.loss_scaling else ""
-            cause = f"casts{scaling} add operations that the host has to issue, and the device waits for the host"
-        elif setup.hardware.peak_flops_per_s[policy.compute] <= setup.hardware.peak_flops_per_s["fp32"]:
-            cause = f"this device computes {policy.compute} products no faster than fp32 ones"
-        else:
-            cause = "what is added around the narrower products costs more than they save"
-        reasons.append(f"{policy.name} does not pay here: {cause}")
-    return reasons
-
-
-def _explain(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) -> list[str]:
-    """Why the iteration takes what it takes, from the closed forms."""
-    reasons = []
-    if closed.launch_bound:
-        reasons.append(
-            "launch-bound: the host issues operations more slowly than the device runs them, so a narrower "
-            "precision gains little; a larger batch or compilation helps"
-        )
-    reasons += _compare_precisions(setup, closed)
-    bubble = closed.pipeline_bubble_s / closed.iteration_time_s
-    if bubble > 0.1:
-        reasons.append(
-            f"{bubble:.0%} of the iteration is the pipeline's bubble: more micro-steps or virtual stages shrink it"
-        )
-    if exposed_share > 0.1:
-        reasons.append(f"{exposed_share:.0%} of the iteration waits for communication that no compute hides")
-    return reasons
-
-
-def _judge(answers: Answers, published: PublishedPredictor | None, setup: TrainingSetup, *, why: str) -> list[str]:
-    """Who answered the one query, and what of it is new, as reasons."""
-    if published is None:
-        return [f"{why}: answered by the closed forms, whose interval is a rule of thumb"]
-    artifact_id = published.manifest.artifact_id
-    reasons = [f"{artifact_id}: {gap}" for gap in answers.gaps[0]]
-    if not answers.by_artifact[0]:
-        regime = answers.regimes[0]
-        subject = setup.hardware.name if "gpu" in regime else setup.workload.name
-        if regime == "beyond scale":
-            subject = f"{setup.world_size} ranks"
-        reasons.append(
-            f"{artifact_id} does not speak of {subject}: answered by the closed forms, whose interval is a "
-            "rule of thumb"
-        )
-    elif not answers.calibrated[0]:
-        reasons.append("no interval was calibrated for such a question: the widest at hand is given")
-    return reasons
+def _find_saved(measured: object, published: PublishedPredictor | None) -> Calibration | None:
+    """What was calibrated before, held against the artifact that answers; None for rows."""
+    if isinstance(measured, Calibration) or str(measured).casefold().endswith(".json"):
+        return calibrate(measured, artifact=published)
+    return None
 
 
 def predict_time(
-    model: str,
+    model: Any,
     precision: str | Precision,
     *,
     batch_size: int,
@@ -221,6 +136,8 @@ def predict_time(
     gradient_accumulation_steps: int = 1,
     strategy: str = "ddp",
     task_input: str = "",
+    sample_input: Any = None,
+    loss: Callable[[Any], Any] | None = None,
     activation_checkpointing: str | None = None,
     compiled: bool | None = None,
     steps: int | None = None,
@@ -229,12 +146,17 @@ def predict_time(
     network_bandwidth: str | None = None,
     hardware_file: str | Path | None = None,
     artifact: str | None = None,
+    measured: object = None,
     strict: bool = False,
     explain: bool = False,
     allow_fallback: bool = False,
 ) -> TimeEstimate:
     """How long one training iteration of ``model`` takes, and with ``steps`` or ``epochs`` the whole job.
 
+    ``model`` is the name of a known one, or your own: a ``torch.nn.Module`` with ``sample_input`` (a tensor
+    [batch, ...], a tuple or dict of them, or a shape such as ``3x224x224`` or ``tokens:512``) and, where what it
+    returns is no loss, ``loss`` (a function from that to a scalar); the text ``module:factory``; the path of a Hugging
+    Face ``config.json``; or a card ``{"params": ..., "forward_flops": ...}``; see ``own_models.resolve_model``.
     ``precision`` in any common spelling (``mixed_fp16_fp32``, ``bf16-mixed``, ``tf32``, ...); ``batch_size`` is what
     one GPU takes in one micro-step, ``gpus`` the number of GPUs over all nodes, ``gpu`` the device's name (what was
     assumed without one is said in ``reasons``). ``strategy`` is ``ddp``, ``fsdp``, ``zero1`` to ``zero3``, or degrees
@@ -242,8 +164,10 @@ def predict_time(
     resolution or sequence length than the model's usual one; ``activation_checkpointing`` ``none``, ``selective`` or
     ``full``; ``compiled`` whether the step is compiled; None where you do not know.
 
-    ``dataset_size`` counts samples. ``network_bandwidth`` is that of one
-    node in one direction with its unit (``25 Gbit/s``); ``hardware_file`` describes devices that are not shipped, in
+    ``dataset_size`` counts samples. ``measured`` are iterations that you timed, of this model or on this GPU: rows,
+    a file of them, or a saved calibration (see ``calibrate``); they correct the answer and its interval.
+    ``network_bandwidth`` is that of one node in one direction with its unit (``25 Gbit/s``); ``hardware_file``
+    describes devices that are not shipped, in
     the form of ``predictor/data/gpus.toml``. ``artifact`` names a published predictor (``name@version`` with the
     registry's URL or folder before it); without one ``PRECISION_TIME_ARTIFACT`` and the configured registry are asked,
     and else the artifact that comes with the package answers. ``explain`` adds the closed form by part and the learned
@@ -266,6 +190,10 @@ def predict_time(
         reasons.append(f"no gpu was given: assumed {gpu}")
     layout = parse_parallelism(strategy, world_size=world_size)
     described = list(load_hardware(hardware_file).values()) if hardware_file is not None else []
+    # a saved calibration carries the devices and models that it was measured on
+    kept = _find_saved(measured, published)
+    if kept is not None:
+        described += kept.hardware
     hardware = find_hardware(gpu, measured=[*(published.hardware if published else ()), *described])
     policy, replaced = choose_precision(hardware, parse_precision(precision), allow_fallback=allow_fallback)
     if replaced:
@@ -280,10 +208,15 @@ def predict_time(
     samples, micro_steps = fill_pipeline(stages=layout.pipeline, batch_size=samples, micro_steps=micro_steps)
     if (samples, micro_steps) != told:
         reasons.append(f"assumed {micro_steps} micro-steps of one sample in the pipeline")
+    found = resolve_model(
+        model,
+        task_input=str(task_input or ""),
+        sample_input=sample_input,
+        loss=loss,
+        measured=(*(published.workloads if published else ()), *(kept.workloads if kept is not None else ())),
+    )
     setup = TrainingSetup(
-        workload=find_workload(
-            model, task_input=str(task_input or ""), measured=published.workloads if published else ()
-        ),
+        workload=found.workload,
         hardware=hardware,
         precision=policy,
         world_size=world_size,
@@ -293,7 +226,9 @@ def predict_time(
         strategy=strategy,
         parallelism=None if layout == Parallelism(data=world_size) else layout,
         implementation=Implementation(
-            checkpointing=_checkpointing(activation_checkpointing), compiled=_check_compiled(compiled)
+            checkpointing=_checkpointing(activation_checkpointing),
+            compiled=_check_compiled(compiled),
+            trainable_share=found.trainable_share,
         ),
     )
     global_batch_size = setup.batch_size * layout.data * micro_steps
@@ -304,7 +239,12 @@ def predict_time(
     query = Query.of(setup)
     closed = query.closed
     answers = answer_queries([query], published=published)
-    regime, judged = answers.regimes[0], _judge(answers, published, setup, why=unpublished)
+    if measured is not None:
+        calibration = kept or calibrate(measured, artifact=published, workloads=(setup.workload,), hardware=described)
+        answers = calibration.correct([query], answers)
+    memory = estimate_memory(setup)
+    warned = explain_memory(setup, memory)
+    regime, judged = answers.regimes[0], judge_answer(answers, published, setup, why=unpublished)
     if strict and (regime != "known" or judged):
         raise OutOfDomainError(
             "the question is outside the training data",
@@ -333,7 +273,17 @@ def predict_time(
         effective_precision=policy.name,
         gpu=hardware.name,
         regime=regime,
-        reasons=(*reasons, *judged, *_explain(setup, closed, exposed_share=exposed / iteration)),
+        reasons=(
+            *([warned] if warned else []),
+            *filter(None, answers.corrections),
+            *found.reasons,
+            *reasons,
+            *judged,
+            *explain_time(setup, closed, exposed_share=exposed / iteration),
+        ),
+        memory_bytes=memory.total_bytes,
+        memory_fits=memory.fits,
+        largest_batch=memory.largest_batch,
         artifact_id=published.manifest.artifact_id if published is not None and answers.by_artifact[0] else None,
         steps=job_steps,
         epochs=epochs,

@@ -10,7 +10,7 @@ from typing import Any
 
 from precision_time.storage.errors import InputError, IntegrityError
 
-__all__ = ["KINDS", "Card", "Family", "find_card", "find_family", "listed_models", "transformer_flops"]
+__all__ = ["KINDS", "Card", "Family", "find_card", "find_family", "guess_kind", "listed_models", "transformer_flops"]
 
 #: What a model does and is made of; the coarse level above the family.
 KINDS = (
@@ -64,6 +64,12 @@ _PATTERNS: dict[str, str] = {
     "tabular/other": "tft mlp",
 }
 _SHORT_PATTERN = 3
+
+
+#: Recurrent layers with less of the FLOPs leave a network what it otherwise is.
+_RECURRENT_SHARE = 0.1
+#: Above this much of the FLOPs in convolutions a network with attention is a hybrid, not a transformer.
+_HYBRID_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +219,23 @@ def find_family(model: str) -> Family | None:
         return None
     *_, name, kind = max(found)
     return Family(family=name, kind=kind, canonical=folded)
+
+
+def guess_kind(
+    *, convolution_share: float, attends: bool, recurrent_share: float = 0.0, takes_tokens: bool = False
+) -> str:
+    """One of ``cards.KINDS`` by what the forward FLOPs are spent on; a guess, for networks that nobody named.
+
+    ``attends`` says whether there is attention at all: it is a few percent of the FLOPs of most transformers.
+    Whether a language model sees what comes after a token cannot be told from counts: it passes for an encoder.
+    """
+    if attends:
+        if takes_tokens:
+            return "language_encoder"
+        return "vision_transformer" if convolution_share < _HYBRID_SHARE else "hybrid_vision"
+    if recurrent_share > _RECURRENT_SHARE:
+        return "recurrent"
+    return "cnn" if convolution_share >= _HYBRID_SHARE else "tabular/other"
 
 
 def _image_side(task_input: str) -> float | None:

@@ -6,13 +6,44 @@ from typing import Annotated
 
 import typer
 
+from precision_time.storage.errors import InputError
+
 __all__ = ["predict"]
 
 
+def _name_model(
+    model: str | None, *, params: str | None, forward_flops: str | None, activations: str | None
+) -> str | dict[str, str]:
+    """The model's name, or the card that the options make, of which the model may be the name."""
+    told = {"params": params, "forward_flops": forward_flops, "activations": activations}
+    card = {key: value for key, value in told.items() if value is not None}
+    if not card:
+        if model is None:
+            raise InputError(
+                "no model was given",
+                expected="--model with a name, module:factory or the path of a config.json, or --params with "
+                "--forward-flops",
+            )
+        return model
+    return card | ({"name": model} if model is not None else {})
+
+
 def predict(
-    model: Annotated[str, typer.Option(help="Name of the model, e.g. resnet50.")],
     batch_size: Annotated[int, typer.Option(help="Samples one GPU takes in one micro-step.")],
     precision: Annotated[str, typer.Option(help="Precision in any common spelling, e.g. fp32, tf32, bf16-mixed.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Name of the model, your own as module:factory, or the path of a Hugging Face config.json."),
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(help="Parameters of a model without a name, e.g. 25.6M; needs --forward-flops.")
+    ] = None,
+    forward_flops: Annotated[
+        str | None, typer.Option(help="FLOPs of the forward pass of one sample, 2 per multiply-add, e.g. 8.2G.")
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="Elements that its products write in the forward pass of one sample, e.g. 11M.")
+    ] = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs over all nodes.")] = 1,
     gpu: Annotated[str | None, typer.Option(help="The device, e.g. A100-SXM4-80GB or cpu.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes; by default as few as hold the GPUs.")] = None,
@@ -21,6 +52,10 @@ def predict(
         str, typer.Option(help="ddp, fsdp, zero1 to zero3, or degrees such as tp4-pp8; the rest are replicas.")
     ] = "ddp",
     task_input: Annotated[str, typer.Option(help="Another resolution or sequence length than the usual one.")] = "",
+    sample_input: Annotated[
+        str | None,
+        typer.Option(help="One sample of the input of your own module: 3x224x224, or tokens:512 for token ids."),
+    ] = None,
     activation_checkpointing: Annotated[str | None, typer.Option(help="none, selective or full.")] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compiled/--eager", help="Whether the step is compiled; unsaid: not known.")
@@ -36,6 +71,10 @@ def predict(
     ] = None,
     artifact: Annotated[
         str | None, typer.Option(help="Published predictor: URL/name, URL/name@3, name@champion.")
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="Iterations you timed (CSV, Parquet), or a calibration that `probe --save` wrote (JSON)."),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse to answer outside the training data (exit 6).")
@@ -53,7 +92,7 @@ def predict(
     from precision_time.predictor.api import predict_time
 
     estimate = predict_time(
-        model=model,
+        model=_name_model(model, params=params, forward_flops=forward_flops, activations=activations),
         precision=precision,
         gpus=gpus,
         gpu=gpu,
@@ -62,6 +101,7 @@ def predict(
         gradient_accumulation_steps=gradient_accumulation_steps,
         strategy=strategy,
         task_input=task_input,
+        sample_input=sample_input,
         activation_checkpointing=activation_checkpointing,
         compiled=compiled,
         steps=steps,
@@ -70,6 +110,7 @@ def predict(
         network_bandwidth=network_bandwidth,
         hardware_file=hardware_file,
         artifact=artifact,
+        measured=measured,
         strict=strict,
         explain=explain,
         allow_fallback=allow_fallback,

@@ -53,6 +53,11 @@ class TimeEstimate:
     regime: str
     reasons: tuple[str, ...]
     artifact_id: str | None
+    #: bytes that the fullest rank needs, and whether its device has them
+    memory_bytes: float | None = None
+    memory_fits: bool | None = None
+    #: samples that one GPU can take in a micro-step at most; None where not even one fits
+    largest_batch: int | None = None
     steps: int | None = None
     epochs: float | None = None
     total_time_s: float | None = None
@@ -104,6 +109,9 @@ class TimeEstimate:
             )
         if self.epoch_time_s is not None:
             lines.append(("epoch", format_duration(self.epoch_time_s)))
+        if self.memory_bytes is not None:
+            most = f"at most batch {self.largest_batch}" if self.largest_batch else "no batch fits"
+            lines.append(("memory", f"{self.memory_bytes / 1e9:.3g} GB a GPU, {most}"))
         lines.append(("regime", self.regime))
         lines.append(("answered by", self.artifact_id or "the closed forms"))
         lines += [("because" if number == 0 else "", reason) for number, reason in enumerate(self.reasons)]

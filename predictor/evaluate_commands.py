@@ -187,6 +187,7 @@ def _evaluate_curves(path: str, *, by: Sequence[str], as_json: bool) -> None:
 
 def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> None:
     from precision_time.predictor.accuracy import cross_validate_all, cross_validation_table
+    from precision_time.predictor.calibration_curve import CURVES, curve_table, format_curves, measure_calibration
     from precision_time.predictor.observations import observe_table
     from precision_time.predictor.public_table import load_public_table
     from precision_time.predictor.scoreboard import format_cross_validation, worst_groups
@@ -197,17 +198,24 @@ def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> N
     results = cross_validate_all(observations, progress=_say_progress)
     split = _WORST_OF if _WORST_OF in results else next(iter(results))
     groups = [] if worst is None else worst_groups(results[split], observations, count=worst)
+    curves = [measure_calibration(results[name], observations) for name in CURVES if name in results]
     if as_json:
-        table: dict[str, Any] = dict(cross_validation_table(results))
+        table: dict[str, Any] = dict(cross_validation_table(results)) | {"calibration": curve_table(curves)}
         _print_json(table if worst is None else table | {"worst": {"split": split, "groups": groups}})
     else:
         typer.echo(format_cross_validation(results), nl=False)
+        typer.echo("\nafter measured rows, on the same scored rows (MAPE / median error, %)")
+        typer.echo(format_curves(curves), nl=False)
         if worst is not None:
             _show_worst(groups, split=split)
     if plots is not None:
-        from precision_time.predictor.plots import plot_cross_validation
+        from precision_time.predictor.calibration_plot import plot_calibration
+        from precision_time.predictor.plots import draw_cross_validation, write_plots
 
-        _say_drawn(plot_cross_validation(results, observations, folder=plots))
+        pictures = draw_cross_validation(results, observations)
+        if any(curve.points for curve in curves):
+            pictures["calibration.png"] = plot_calibration(curves)
+        _say_drawn(write_plots(pictures, plots))
 
 
 #: The split whose worst groups are listed: each group is left out as a whole.

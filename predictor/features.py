@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, solve_closed_form
 from precision_time.predictor.precision import FORMAT_BYTES
-from precision_time.predictor.profiles import BALANCES
+from precision_time.predictor.walk_features import CLOSED_WALK_FEATURES, WALK_FEATURES, describe_walk
 from precision_time.predictor.workload import ATTENTION_KINDS
 
 __all__ = [
@@ -26,12 +26,6 @@ _CHECKPOINTING = {None: math.nan, "none": 0.0, "selective": 1.0, "full": 2.0}
 _SHARDING = {"none": 0.0, "optimizer": 1.0, "gradients": 2.0, "parameters": 3.0}
 #: Frameworks that a column of their own is worth; every other one has zeros in all of them.
 _FRAMEWORKS = ("pytorch", "tensorflow", "mxnet", "jax", "paddlepaddle", "oneflow", "megatron")
-_PROFILE_FEATURES = (
-    "log_operation_roofline", "log_operations_over_whole", "log_products", "log_launched", "log_elements",
-    "log_flops_per_product", "pointwise_share", "grouped_share", "depthwise_share", "dense_share", "grouped_elements",
-    "normalization_elements", "elementwise_elements", "narrow_share", "unaligned_share",
-    *(f"elements_at_{balance:.0f}" for balance in BALANCES),
-)  # fmt: skip
 #: The columns that describe a setup, in the order of ``describe_setup``. Times are natural logs of seconds.
 SETUP_FEATURES: tuple[str, ...] = (
     "log_closed_s", "log_closed_compute_s", "optimizer_share", "launch_bound", "log_closed_communication_s",
@@ -39,7 +33,7 @@ SETUP_FEATURES: tuple[str, ...] = (
     "log_intensity", "log_params", "log_active_share", "log_flops_per_param", "log_activations_per_sample",
     "log_parameter_tensors", "log_operations", "log_input_size", "log_layers", "log_hidden_size", "convolution_share",
     "attention_share", "is_attention", "is_detection", "is_segmentation", "is_language_decoder",
-    "is_mixture_of_experts", "is_recurrent", "is_speech", "is_recommendation", "is_diffusion", *_PROFILE_FEATURES,
+    "is_mixture_of_experts", "is_recurrent", "is_speech", "is_recommendation", "is_diffusion", *WALK_FEATURES,
     "log_peak_flops_per_s", "log_fp32_flops_per_s", "log_peak_over_fp32", "log_achieved_over_peak",
     "log_memory_bytes_per_s",
     "log_memory_bytes", "log_balance", "log_sm_count", "log_clock_hz", "log_l2_bytes", "log_power_w",
@@ -55,8 +49,7 @@ SETUP_FEATURES: tuple[str, ...] = (
 #: Those of them that a closed form fills.
 CLOSED_FORM_FEATURES = (
     "log_closed_s", "log_closed_compute_s", "optimizer_share", "launch_bound", "log_closed_communication_s",
-    "closed_exposed_share", "tensor_communication_share", "bubble_share", "log_operation_roofline",
-    "log_operations_over_whole", "bucket_count",
+    "closed_exposed_share", "tensor_communication_share", "bubble_share", *CLOSED_WALK_FEATURES, "bucket_count",
 )  # fmt: skip
 
 #: Facts about the code that a question may leave open while nearly every row of the public table tells them.
@@ -67,7 +60,10 @@ OPEN_FEATURES = (
 #: Columns by what they tell, for explanations; ``closed form`` takes those that a closed form fills.
 FEATURE_GROUPS: dict[str, frozenset[str]] = {
     "closed form": frozenset(CLOSED_FORM_FEATURES),
-    "precision": frozenset({"compute_bytes", "storage_bytes", "loss_scaling", "log_peak_over_fp32"}),
+    # what autocast does to a network tells the policy too: no walk in fp32 casts
+    "precision": frozenset(
+        {"compute_bytes", "storage_bytes", "loss_scaling", "log_peak_over_fp32", "bytes_cast", "bytes_over_fp32"}
+    ),
     "hardware": frozenset(
         name
         for name in SETUP_FEATURES[SETUP_FEATURES.index("log_peak_flops_per_s") : SETUP_FEATURES.index("compute_bytes")]
@@ -76,7 +72,7 @@ FEATURE_GROUPS: dict[str, frozenset[str]] = {
     "implementation": frozenset(
         SETUP_FEATURES[SETUP_FEATURES.index("software_year") : SETUP_FEATURES.index("log_batch")]
     ),
-    "batch": frozenset({"log_batch", "log_accumulation", "log_flops", "log_flops_per_product"}),
+    "batch": frozenset({"log_batch", "log_accumulation", "log_flops", "log_walked_flops", "log_flops_per_operation"}),
     "ranks and links": frozenset(
         SETUP_FEATURES[SETUP_FEATURES.index("log_world_size") : SETUP_FEATURES.index("log_network_bytes_per_s") + 1]
     ),
@@ -136,38 +132,6 @@ def _describe_workload(setup: TrainingSetup) -> dict[str, float]:
         "attention_share": work.attention_flops_share,
         "is_attention": float(work.kind in ATTENTION_KINDS),
         **{name: float(work.kind in kinds) for name, kinds in _KINDS.items()},
-    }
-
-
-def _describe_profile(setup: TrainingSetup) -> dict[str, float]:
-    """Of which operations the network is made, and how the roofline summed over them compares with the whole's."""
-    profile = setup.workload.profile
-    if profile is None:
-        return dict.fromkeys(_PROFILE_FEATURES, math.nan)
-    hardware, precision = setup.hardware, setup.precision
-    peak = hardware.peak_flops_per_s.get(precision.compute, hardware.peak_flops_per_s["fp32"])
-    balance = 0.7 * peak * FORMAT_BYTES[precision.activations] / hardware.memory_bytes_per_s
-    flops, moved = setup.workload.forward_flops_per_sample, profile.move_at(balance)
-    return {
-        "log_operation_roofline": math.log(moved / profile.elements),
-        "log_operations_over_whole": math.log(moved / max(flops / balance, profile.elements)),
-        "log_products": math.log(max(1, profile.products)),
-        "log_launched": math.log(max(1, profile.operations)),
-        "log_elements": math.log(profile.elements),
-        "log_flops_per_product": math.log(setup.batch_size * flops / max(1, profile.products)),
-        "pointwise_share": profile.pointwise_flops_share,
-        "grouped_share": profile.grouped_flops_share,
-        "depthwise_share": profile.depthwise_flops_share,
-        "dense_share": profile.dense_flops_share,
-        "grouped_elements": profile.grouped_elements_share,
-        "normalization_elements": profile.normalization_elements_share,
-        "elementwise_elements": profile.elementwise_elements_share,
-        "narrow_share": profile.narrow_flops_share,
-        "unaligned_share": profile.unaligned_flops_share,
-        **{
-            f"elements_at_{balance:.0f}": math.log(at / profile.elements)
-            for balance, at in zip(BALANCES, profile.elements_at, strict=True)
-        },
     }
 
 
@@ -253,7 +217,7 @@ def describe_setup(setup: TrainingSetup, closed: ClosedForm) -> dict[str, float]
         "tensor_communication_share": closed.tensor_communication_s / total,
         "bubble_share": closed.pipeline_bubble_s / total,
         **_describe_workload(setup),
-        **_describe_profile(setup),
+        **describe_walk(setup.workload.walks, setup.hardware, precision, samples=setup.batch_size),
         **_describe_hardware(setup),
         "compute_bytes": float(FORMAT_BYTES[precision.compute]),
         "storage_bytes": float(FORMAT_BYTES[precision.storage]),

@@ -1,9 +1,8 @@
-"""Walk a torch module once forward and once backward without running it, and count FLOPs, bytes and operations."""
+"""Walk a torch module once forward and once backward without running it, on a host without a GPU."""
 
 import copy
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,221 +13,243 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from precision_time.predictor.cards import find_family
-from precision_time.predictor.workload import WorkloadFeatures
+from precision_time.predictor.cuda_autocast import Casts, cuda_autocast
+from precision_time.predictor.cuda_kernels import ATTENTIONS, cuda_kernels, make_autocast_kernels
+from precision_time.predictor.trace import Trace
+from precision_time.predictor.two_batches import Pass, draw_walk
+from precision_time.predictor.walk import POLICIES, Walk
+from precision_time.predictor.workload import WorkloadFeatures, walked_fields
 from precision_time.storage.errors import InputError
 
-__all__ = ["PhaseCount", "count_phases", "count_workload"]
+__all__ = ["count_workload", "walk_both", "walk_module"]
+
+LossOf = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 #: Two batch sizes give a line; above 1, since a dimension of one broadcasts and batch norm refuses a single value.
-SMALL_BATCH, LARGE_BATCH = 2, 4
+BATCHES = (2, 4)
 
-#: A flash kernel keeps no score matrix: its backward makes it again and then takes four products (5 for 2).
-FLASH_BACKWARD_RATIO = 2.5
-
-ATTENTION_FORWARD = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-}
-ATTENTION_BACKWARD = {f"{name}_backward" for name in ATTENTION_FORWARD}
-
-#: Which argument of a matrix product is the left one; the inner dimension is its last.
-PRODUCT_LEFT = {
-    "aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::dot": 0,
-    "aten::addmm": 1, "aten::baddbmm": 1, "aten::addbmm": 1, "aten::addmv": 1,
-}  # fmt: skip
-
-#: Operations that read of their table only as much as they give out.
-GATHERS = {"aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::nll_loss_forward"}
-
-#: Operations that overwrite their first argument without reading it.
-OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}
+_VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-@dataclass(slots=True)
-class PhaseCount:
-    """What one phase (forward with loss, or backward) does: FLOPs at 2 per multiply-add, bytes, launched operations."""
+class _Copy:
+    """A copy of a module on fake tensors, or (``real``) on real ones, that many passes share."""
 
-    flops: float = 0.0
-    convolution_flops: float = 0.0
-    attention_flops: float = 0.0
-    bytes: int = 0
-    ops: int = 0
+    def __init__(self, module: torch.nn.Module, *, real: bool) -> None:
+        self.mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        if self.mode is None:
+            self.module = copy.deepcopy(module)
+        else:
+            memo: dict[int, Any] = {}
+            for owner in module.modules():
+                # an old-style weight norm leaves computed tensors, which refuse to be copied, among the attributes
+                plain = (item for item in vars(owner).values() if isinstance(item, torch.Tensor))
+                for tensor in (*owner._parameters.values(), *owner._buffers.values(), *plain):
+                    if tensor is not None and id(tensor) not in memo:
+                        memo[id(tensor)] = _fake(tensor, self.mode)
+            with FakeCopyMode(self.mode):
+                self.module = copy.deepcopy(module, memo)
+        self.module.train()
 
+    def take_batch(self, batch: Any) -> Any:
+        mode = self.mode
+        if mode is None:
+            return batch
+        return tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds every dispatched operation to ``phase``."""
+    def run(self, batch: Any, *, samples: int, loss_of: LossOf, casts: Casts | None) -> Pass:
+        """One pass, under autocast when there are ``casts`` to make."""
+        self.module.zero_grad(set_to_none=True)
+        batch = self.take_batch(batch)
+        batch_tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        trace = Trace([*self.module.parameters(), *self.module.buffers(), *batch_tensors])
+        with ExitStack() as stack:
+            if self.mode is not None:
+                stack.enter_context(self.mode)
+            stack.enter_context(trace)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts is not None):
+                loss = loss_of(self.module, batch)
+            if casts is not None:
+                casts.forget()
+            if not loss.requires_grad:
+                raise InputError(
+                    "a module has nothing to train",
+                    got="a loss that depends on no parameter with requires_grad",
+                    expected="a scalar loss of trained parameters",
+                )
+            forward, trace.operations = trace.operations, []
+            # What lives now is what the graph keeps, and the loss itself.
+            saved = trace.live_bytes - loss.untyped_storage().nbytes()
+            ready: dict[int, tuple[int, int]] = {}
 
-    def __init__(self, phase: PhaseCount) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.phase = phase
+            def note(parameter: torch.Tensor) -> None:
+                ready[id(parameter)] = (_gradient_bytes(parameter), len(trace.operations))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        inputs = _tensors((args, kwargs))
-        outputs = _tensors(result)
-        if _launches(name, func, inputs, outputs):
-            self.phase.ops += 1
-            self.phase.bytes += _moved_bytes(name, inputs, outputs)
-            self._add_flops(name, args, outputs)
-        return result
-
-    def _add_flops(self, name: str, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
-        if name in PRODUCT_LEFT:
-            self.phase.flops += _product_flops(args[PRODUCT_LEFT[name]], name=name, output=outputs[0])
-        elif name == "aten::convolution":
-            flops = _convolution_flops(args[0], args[1], output=outputs[0], transposed=args[6])
-            self.phase.flops += flops
-            self.phase.convolution_flops += flops
-        elif name == "aten::convolution_backward":
-            grad_output, image, weight = args[:3]
-            once = _convolution_flops(image, weight, output=grad_output, transposed=args[7])
-            # output_mask = (input, weight, bias); the bias needs no product.
-            flops = once * args[10][:2].count(True)
-            self.phase.flops += flops
-            self.phase.convolution_flops += flops
-        elif name in ATTENTION_FORWARD:
-            flops = _attention_flops(*args[:3])
-            self.phase.flops += flops
-            self.phase.attention_flops += flops
-        elif name in ATTENTION_BACKWARD:
-            flops = FLASH_BACKWARD_RATIO * _attention_flops(*args[1:4])
-            self.phase.flops += flops
-            self.phase.attention_flops += flops
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _launches(name: str, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Whether an operation does work on the device: queries, allocations and views do not."""
-    if name.startswith("prim::") or not outputs or "empty" in name:
-        return False
-    if func._schema.is_mutable:
-        return True
-    # Asking the storage finds every view, also those that the schema does not call one (_unsafe_view, reshape).
-    shared = {tensor.untyped_storage()._cdata for tensor in inputs}
-    return not all(tensor.untyped_storage()._cdata in shared for tensor in outputs)
-
-
-def _element_count(tensor: torch.Tensor) -> int:
-    """Elements in memory: a dimension of stride 0 repeats the same ones."""
-    return math.prod(
-        size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+            hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]  # type: ignore[no-untyped-call]
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        self.module.zero_grad(set_to_none=True)
+        return Pass(
+            samples=samples,
+            forward=forward,
+            backward=trace.operations,
+            saved_bytes=saved,
+            living_bytes=trace.living_bytes,
+            ready=list(ready.values()),
+        )
 
 
-def _moved_bytes(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    """Bytes read of distinct inputs and written to distinct outputs."""
-    written = sum(_element_count(tensor) * tensor.element_size() for tensor in _distinct(outputs))
-    if name.endswith("_like") or name.startswith("aten::new_"):
-        return written
-    if name in OVERWRITES:
-        inputs = inputs[1:]
-    read = sum(_element_count(tensor) * tensor.element_size() for tensor in _distinct(inputs))
-    if name in GATHERS:
-        table = inputs[0]
-        taken = min(table.numel(), outputs[0].numel()) * table.element_size()
-        read += taken - _element_count(table) * table.element_size()
-    return read + written
+def _gradient_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a gradient; none of a sparse one, whose rows are those that the batch looked up."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout != torch.strided:
+        return 0
+    return parameter.numel() * parameter.element_size()
 
 
-def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    views = {
-        (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()): tensor
-        for tensor in tensors
-        if tensor.layout == torch.strided
-    }
-    return list(views.values())
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of a CPU like ``tensor``, wherever that lives."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise InputError(
+            "a module is not ready to be walked",
+            got="a lazy parameter without a shape",
+            expected="parameters with shapes",
+            fix="run it once on a small batch first",
+        )
+    with mode:
+        if tensor.layout == torch.strided:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        else:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
-def _product_flops(left: torch.Tensor, *, name: str, output: torch.Tensor) -> float:
-    """2 M N K of a matrix product whose left factor is ``left`` [..., M, K]."""
-    if name == "aten::addbmm":  # sums over the batch too
-        return 2.0 * output.numel() * left.shape[0] * left.shape[-1]
-    return 2.0 * output.numel() * left.shape[-1]
+@contextmanager
+def _policy(policy: str, *, attention: str) -> Iterator[Casts | None]:
+    if policy == "fp32":
+        with cuda_kernels(attention=attention):
+            yield None
+        return
+    replace = make_autocast_kernels if attention == "math" else None
+    with cuda_autocast(replace=replace) as casts, cuda_kernels(attention=attention, casts=casts):
+        yield casts
 
 
-def _convolution_flops(image: torch.Tensor, weight: torch.Tensor, *, output: torch.Tensor, transposed: bool) -> float:
-    """2 per multiply-add. weight [out, in / groups, ...] (transposed: [in, out / groups, ...]), so groups are in it.
+def walk_module(
+    module: torch.nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    loss_of: LossOf,
+    policy: str = "fp32",
+    attention: str = "fused",
+    batches: tuple[int, int] = BATCHES,
+) -> Walk:
+    """Walk ``module`` at two batch sizes under one of ``POLICIES``; see ``walk_both``."""
+    walks = _walk(module, make_batch, loss_of=loss_of, policies=(policy,), attention=attention, batches=batches)
+    return walks[policy]
 
-    Input gradient and weight gradient each take the same number of products as the forward pass.
+
+def walk_both(
+    module: torch.nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    loss_of: LossOf,
+    attention: str = "fused",
+    batches: tuple[int, int] = BATCHES,
+) -> dict[str, Walk]:
+    """Walk ``module`` forward with its loss and backward, by policy: ``fp32`` and ``amp`` (16-bit autocast of CUDA).
+
+    ``make_batch(samples)`` gives a batch, ``loss_of(module, batch)`` the scalar loss. Parameters may be real, fake or
+    on the meta device. A copy is walked, on fake tensors (shapes alone); one that looks at values, which shapes cannot
+    tell, is run for real instead: same counts, more time. While a walk runs, CUDA's paths and casts replace those of a
+    CPU in the whole process; one walk at a time gets in. ``attention`` is one of ``ATTENTIONS`` and rules every
+    ``scaled_dot_product_attention``; attention that a module writes out itself is counted as it is written.
+
+    Raises ``InputError`` for unknown choices, for a module without trained parameters and for one that needs values
+    but has none.
     """
-    return 2.0 * (image if transposed else output).numel() * math.prod(weight.shape[1:])
-
-
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
-    """2 B H Sq Sk (D + Dv) for query [B, H, Sq, D], key [B, H, Sk, D], value [B, H, Sk, Dv], causal or not."""
-    batch, heads, queries, width = query.shape
-    return 2.0 * batch * heads * queries * key.shape[-2] * (width + value.shape[-1])
-
-
-def count_phases(
-    module: torch.nn.Module, batch: Any, *, loss_of: Callable[[torch.nn.Module, Any], torch.Tensor]
-) -> tuple[PhaseCount, PhaseCount]:
-    """Count one forward pass with loss and one backward pass of ``module`` over ``batch``.
-
-    Runs on fake tensors (shapes only; ``module`` is copied and stays as it is). A module that looks at values, which
-    shapes cannot tell, is run for real on a copy instead: same counts, more time. Returns (forward, backward).
-    """
-    try:
-        mode = FakeTensorMode()
-        with FakeCopyMode(mode):
-            copied = copy.deepcopy(module)
-        fake_batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
-        with mode:
-            return _walk(copied, fake_batch, loss_of=loss_of)
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
-        return _walk(copy.deepcopy(module), batch, loss_of=loss_of)
+    return _walk(module, make_batch, loss_of=loss_of, policies=POLICIES, attention=attention, batches=batches)
 
 
 def _walk(
-    module: torch.nn.Module, batch: Any, *, loss_of: Callable[[torch.nn.Module, Any], torch.Tensor]
-) -> tuple[PhaseCount, PhaseCount]:
-    forward, backward = PhaseCount(), PhaseCount()
-    module.train()
-    module.zero_grad(set_to_none=True)
-    with _Count(forward):
-        loss = loss_of(module, batch)
-    with _Count(backward):
-        loss.backward()  # type: ignore[no-untyped-call]
-    return forward, backward
+    module: torch.nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    loss_of: LossOf,
+    policies: tuple[str, ...],
+    attention: str,
+    batches: tuple[int, int],
+) -> dict[str, Walk]:
+    for what, got, known in (("policy", policies[0], POLICIES), ("attention", attention, ATTENTIONS)):
+        if got not in known:
+            raise InputError(f"a walk knows no such {what}", got=repr(got), expected=" or ".join(known))
+    if not 1 <= batches[0] < batches[1]:
+        raise InputError("a walk needs two batch sizes", got=repr(batches), expected="a small and a larger one")
+    made = [(samples, make_batch(samples)) for samples in batches]
+
+    def walk_copy(*, real: bool) -> dict[str, Walk]:
+        copied = _Copy(module, real=real)
+        return {
+            policy: _walk_copy(copied, made, loss_of=loss_of, policy=policy, attention=attention) for policy in policies
+        }
+
+    try:
+        return walk_copy(real=False)
+    except _VALUES_NEEDED as error:
+        if any(tensor.is_meta or not _is_real(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise InputError(
+                "a module looks at values that it has not got",
+                got=f"{type(error).__name__}: {error}",
+                expected="a module of shapes alone, or one with real parameters",
+                fix="build it with real parameters",
+            ) from error
+    with torch.random.fork_rng(devices=[]):
+        return walk_copy(real=True)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _walk_copy(copied: _Copy, made: list[tuple[int, Any]], *, loss_of: LossOf, policy: str, attention: str) -> Walk:
+    with _policy(policy, attention=attention) as casts:
+        small, large = (copied.run(batch, samples=samples, loss_of=loss_of, casts=casts) for samples, batch in made)
+        if not small.matches(large):
+            # Some modules fill a cache at their first call.
+            samples, batch = made[0]
+            small = copied.run(batch, samples=samples, loss_of=loss_of, casts=casts)
+    return draw_walk(small, large)
 
 
 def count_workload(
     module: torch.nn.Module,
     make_batch: Callable[[int], Any],
     *,
-    loss_of: Callable[[torch.nn.Module, Any], torch.Tensor],
+    loss_of: LossOf,
     name: str,
     family: str,
     task_input: str,
     optimizer: str,
 ) -> WorkloadFeatures:
-    """Count ``module`` (fp32) at two batch sizes and split bytes into a part per sample and a fixed part.
+    """Walk ``module`` under both policies; counts split into a part per sample and a fixed part are of the fp32 walk.
 
-    ``make_batch(samples)`` gives a batch, ``loss_of(module, batch)`` the scalar loss. FLOPs count 2 per multiply-add
-    in matrix products, convolutions (groups respected in both directions) and attention (4 B H Sq Sk D forward, 2.5
-    times that backward for a flash kernel; attention made of plain products is counted by them). Bytes are what every
-    operation reads of its distinct inputs and writes; views are free. ``params`` counts trained parameters.
+    ``make_batch`` and ``loss_of`` as in ``walk_both``. FLOPs count 2 per multiply-add in matrix products, convolutions
+    (groups respected in both directions) and attention (4 B H Sq Sk D forward, 2.5 times that backward for a flash
+    kernel; attention made of plain products is counted by them). Bytes are what every operation reads of its distinct
+    inputs and writes; views are free. ``params`` counts trained parameters.
     Raises ``InputError`` when nothing countable was found.
     """
-    small = count_phases(module, make_batch(SMALL_BATCH), loss_of=loss_of)
-    large = count_phases(module, make_batch(LARGE_BATCH), loss_of=loss_of)
+    walks = walk_both(module, make_batch, loss_of=loss_of)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    forward_bytes, forward_fixed = _line(small[0].bytes, large[0].bytes)
-    backward_bytes, backward_fixed = _line(small[1].bytes, large[1].bytes)
-    flops = _line(small[0].flops, large[0].flops)[0]
+    flops = walks["fp32"].total("flops", phase="forward")
     if flops <= 0:
         raise InputError(
             f"workload {name} does no work that can be counted",
@@ -245,20 +266,5 @@ def count_workload(
         optimizer=optimizer,
         params=sum(parameter.numel() for parameter in trained),
         parameter_tensors=len(trained),
-        forward_flops_per_sample=flops,
-        backward_flops_per_sample=_line(small[1].flops, large[1].flops)[0],
-        convolution_flops_share=_line(small[0].convolution_flops, large[0].convolution_flops)[0] / flops,
-        attention_flops_share=_line(small[0].attention_flops, large[0].attention_flops)[0] / flops,
-        forward_bytes_per_sample=forward_bytes,
-        forward_bytes_fixed=forward_fixed,
-        backward_bytes_per_sample=backward_bytes,
-        backward_bytes_fixed=backward_fixed,
-        forward_ops=large[0].ops,
-        backward_ops=large[1].ops,
+        **walked_fields(walks),
     )
-
-
-def _line(small: float, large: float) -> tuple[float, float]:
-    """(slope, intercept) through the counts at the two batch sizes."""
-    slope = (large - small) / (LARGE_BATCH - SMALL_BATCH)
-    return slope, max(0.0, small - slope * SMALL_BATCH)

@@ -14,6 +14,7 @@ from precision_time.predictor.domain import REGIMES, TrainingDomain
 from precision_time.predictor.features import CLOSED_FORM_FEATURES, OPEN_FEATURES, SETUP_FEATURES, Query, feature_matrix
 from precision_time.predictor.learner import FEWEST_FOR_MANY, boost, boost_out_of_fold, choose_parameters
 from precision_time.predictor.observations import Observation, weigh_rows
+from precision_time.predictor.pooling import Effect, effects_from_dict
 from precision_time.predictor.trees import FlatForest, flatten_xgboost, forests_from_bytes, forests_to_bytes
 from precision_time.storage.errors import InputError, IntegrityError
 
@@ -103,7 +104,8 @@ class HierarchicalPredictor:
 
     ``blend`` says, by regime, how much the trees have to say and how far the closed forms are off where they do not.
     ``boosters`` holds XGBoost's own JSON of each stage (kept for inspection; serving reads ``forests`` alone) and
-    ``radii`` the half width of the interval in log seconds for each calibrated regime at ``level``.
+    ``radii`` the half width of the interval in log seconds for each calibrated regime at ``level``. ``effects`` say how
+    errors hang together, by which measured rows correct others; an artifact may lack them.
     """
 
     forests: Mapping[str, FlatForest]
@@ -113,6 +115,7 @@ class HierarchicalPredictor:
     boosters: Mapping[str, bytes] = field(default_factory=dict)
     radii: Mapping[str, float] = field(default_factory=dict)
     level: float = 0.9
+    effects: Mapping[str, Effect] = field(default_factory=dict)
 
     @classmethod
     def fit(
@@ -208,6 +211,10 @@ class HierarchicalPredictor:
         """The same predictor with interval radii by regime."""
         return replace(self, radii=dict(radii), level=level)
 
+    def with_effects(self, effects: Mapping[str, Effect]) -> "HierarchicalPredictor":
+        """The same predictor with how its errors hang together (``pooling_fit.estimate_effects``)."""
+        return replace(self, effects=dict(effects))
+
     def to_files(self) -> dict[str, bytes]:
         """The files of an artifact: ``trees.npz``, ``predictor.json`` and one XGBoost JSON per stage."""
         described = {
@@ -217,6 +224,8 @@ class HierarchicalPredictor:
             "radii": dict(self.radii),
             "level": self.level,
         }
+        if self.effects:
+            described["effects"] = {name: effect.to_dict() for name, effect in self.effects.items()}
         return {
             "predictor.json": (json.dumps(described, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(),
             "trees.npz": forests_to_bytes(self.forests),
@@ -236,6 +245,7 @@ class HierarchicalPredictor:
             blend = {str(regime): Blend(*map(float, values)) for regime, values in described["blend"].items()}
             radii = {str(name): float(radius) for name, radius in described["radii"].items()}
             level = float(described["level"])
+            effects = effects_from_dict(described.get("effects", {}))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise IntegrityError(
                 "predictor.json does not describe a predictor",
@@ -245,15 +255,17 @@ class HierarchicalPredictor:
             ) from error
         for stage, names in stages.items():
             if STAGE_FEATURES.get(stage) != names:
+                known = STAGE_FEATURES.get(stage, ())
+                strange = [name for name in names if name not in known]
                 raise IntegrityError(
                     f"the features of stage {stage!r} are not those of this version",
-                    got=", ".join(names),
-                    expected=", ".join(STAGE_FEATURES.get(stage, ("a known stage",))),
+                    got=f"{len(names)} of them" + (f", {', '.join(strange[:3])} among them" if strange else ""),
+                    expected=f"the {len(known)} that this version describes" if known else "a known stage",
                     fix="retrain with this version of precision_time, or install the version that wrote the artifact",
                 )
         counts = {stage: len(names) for stage, names in stages.items()}
         forests = forests_from_bytes(files["trees.npz"], feature_counts=counts)
-        return cls(forests=forests, domain=domain, blend=blend, radii=radii, level=level)
+        return cls(forests=forests, domain=domain, blend=blend, radii=radii, level=level, effects=effects)
 
 
 def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, seed: int) -> None:

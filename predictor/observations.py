@@ -16,7 +16,8 @@ from precision_time.predictor.features import Query
 from precision_time.predictor.hardware import HardwareSpec, find_hardware
 from precision_time.predictor.precision import parse_precision
 from precision_time.predictor.public_table import row_implementation, row_parallelism
-from precision_time.predictor.workload import WorkloadFeatures, describe_card, find_workload
+from precision_time.predictor.workload import WorkloadFeatures, describe_card, describe_entry, find_workload
+from precision_time.predictor.zoo import find_entry
 from precision_time.storage.errors import PrecisionTimeError
 from precision_time.storage.schema import Measurement
 
@@ -122,9 +123,15 @@ def describe_row(
 ) -> WorkloadFeatures | None:
     """The workload of a row of the public table; None where neither the row nor a card says what it weighs.
 
-    The card comes first where it is of the same network as the row (equal parameters within 10 %), since its numbers
-    fit each other; then what the row says itself. ``params`` and ``forward_flops`` are None where the row is silent.
+    The zoo comes first and a card second where they are of the same network as the row (equal parameters within
+    10 %), since their numbers fit each other; then what the row says itself. ``params`` and ``forward_flops`` are None
+    where the row is silent.
     """
+    entry = find_entry(model, task_input)
+    if entry is not None and (
+        params is None or model in _CARD_FIRST or abs(entry.params / params - 1) < _SAME_PARAMETERS
+    ):
+        return describe_entry(entry, name=model)
     found = find_card(model, task_input)
     card = found if found is not None and found.params is not None else None
     if card is not None and card.params is not None:

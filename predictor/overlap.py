@@ -8,6 +8,7 @@ from precision_time.predictor.hardware import HardwareSpec
 from precision_time.predictor.network import all_reduce_time_s
 from precision_time.predictor.parallelism import Parallelism
 from precision_time.predictor.precision import FORMAT_BYTES, Precision
+from precision_time.predictor.walked_time import choose_walk
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError
 
@@ -81,11 +82,11 @@ def estimate_overlap(
 ) -> OverlapEstimate:
     """Lay the all-reduce of the gradient buckets over a backward pass of ``backward_s`` seconds.
 
-    Gradients are sent in the policy's wire format and, without a walk over the module, become ready evenly over the
-    backward pass: bucket k is ready when its share of the bytes is. exposed = max(0, end of the last bucket -
-    backward_s). A narrower compute format shortens the backward pass and not the message (autocast keeps fp32
-    gradients), so it exposes more. All zero for one rank. Slow-down of compute by communication is left out.
-    ``trainable_share`` of the parameters have gradients.
+    Gradients are sent in the policy's wire format and become ready as the walk over the module found, or evenly over
+    the backward pass without one: bucket k is ready when its share of the bytes is.
+    exposed = max(0, end of the last bucket - backward_s). A narrower compute format shortens the backward pass and not
+    the message (autocast keeps fp32 gradients), so it exposes more. All zero for one rank. Slow-down of compute by
+    communication is left out. ``trainable_share`` of the parameters have gradients.
 
     Raises ``InputError`` for a time that is negative or not finite, and as ``all_reduce_time_s`` does.
     """
@@ -95,11 +96,13 @@ def estimate_overlap(
         return OverlapEstimate(communication_time_s=0.0, exposed_communication_s=0.0, bucket_count=0)
     gradient_bytes = workload.params * FORMAT_BYTES[precision.communicate] * trainable_share
     buckets = fill_buckets(gradient_bytes, workload.parameter_tensors)
+    walk = None if workload.walks is None else choose_walk(workload.walks, precision)[0]
     ready_s: list[float] = []
     sent_bytes = 0.0
     for bucket in buckets:
         sent_bytes += bucket
-        ready_s.append(backward_s * min(1.0, sent_bytes / gradient_bytes))
+        share = min(1.0, sent_bytes / gradient_bytes)
+        ready_s.append(backward_s * (share if walk is None else walk.ready_at(share)))
     ready_s[-1] = backward_s
     # All but the first and the last bucket are equally large.
     solved = {size: all_reduce_time_s(size, ranks=ranks, nodes=nodes, hardware=hardware) for size in set(buckets)}

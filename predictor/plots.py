@@ -25,16 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "PredictedRows",
-    "check_plots",
-    "draw_cross_validation",
-    "draw_table",
-    "plot_cross_validation",
-    "plot_distance",
-    "plot_predicted",
-    "plot_table",
+    "PredictedRows", "check_plots", "draw_cross_validation", "draw_table", "lay_out", "own_style",
+    "plot_distance", "plot_predicted", "plot_table", "render_figure", "require_matplotlib",
     "write_plots",
-]
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Form = Literal["png", "svg"]
@@ -188,11 +182,12 @@ def check_plots(folder: str) -> None:
 
     Raises ``InputError`` without matplotlib, and what the store raises for a place that cannot be written.
     """
-    _require_matplotlib()
+    require_matplotlib()
     open_store(folder).check_writable()
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
+    """Raise ``InputError`` where nothing can be drawn."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -205,7 +200,7 @@ def _require_matplotlib() -> None:
 
 
 @contextmanager
-def _own_style() -> Iterator[None]:
+def own_style() -> Iterator[None]:
     """Settings that are not the user's, so that a picture depends on its data alone."""
     import matplotlib
 
@@ -218,7 +213,8 @@ def _own_style() -> Iterator[None]:
         yield
 
 
-def _render(figure: "Figure", form: Form) -> bytes:
+def render_figure(figure: "Figure", form: Form) -> bytes:
+    """The picture's file; equal figures give equal bytes. Raises ``InputError`` for another form than png or svg."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if form not in ("png", "svg"):
@@ -231,7 +227,8 @@ def _render(figure: "Figure", form: Form) -> bytes:
     return data.getvalue()
 
 
-def _lay_out(count: int, *, most_in_line: int) -> "tuple[Figure, list[Axes]]":
+def lay_out(count: int, *, most_in_line: int) -> "tuple[Figure, list[Axes]]":
+    """A figure of ``count`` panels."""
     from matplotlib.figure import Figure
 
     columns = min(count, most_in_line)
@@ -249,13 +246,13 @@ def plot_predicted(rows: PredictedRows, *, form: Form = "png") -> bytes:
     Each panel shows the diagonal, a band of 25 % around it, and in its title rows and MAPE. Raises ``InputError``
     without matplotlib.
     """
-    _require_matplotlib()
+    require_matplotlib()
     from matplotlib.ticker import LogLocator
 
-    with _own_style():
+    with own_style():
         order = {name: place for place, name in enumerate(PRECISIONS)}
         policies = sorted(set(rows.precisions), key=lambda name: (order.get(name, len(order)), name))
-        figure, panels = _lay_out(len(policies), most_in_line=_PANELS_IN_LINE)
+        figure, panels = lay_out(len(policies), most_in_line=_PANELS_IN_LINE)
         figure.suptitle(f"Predicted against measured: {rows.title}", parse_math=False)
         chosen = np.array(rows.precisions)
         unit = f" ({rows.unit} a step)" if rows.unit else " speed-up"
@@ -280,7 +277,7 @@ def plot_predicted(rows: PredictedRows, *, form: Form = "png") -> bytes:
             axes.set_ylabel(f"predicted{unit}")
             axes.set_title(f"{policy}: {own.sum()} rows, MAPE {100 * rows.errors[own].mean():.1f} %", fontsize=8)
         panels[0].legend(loc="upper left", frameon=False)
-        return _render(figure, form)
+        return render_figure(figure, form)
 
 
 def plot_distance(rows: PredictedRows, *, form: Form = "png") -> bytes:
@@ -289,11 +286,11 @@ def plot_distance(rows: PredictedRows, *, form: Form = "png") -> bytes:
     A box reaches from the 25th to the 75th percentile of the errors of its rows, with the median as a line and
     whiskers to the 5th and 95th; a diamond is the MAPE. Raises ``InputError`` without matplotlib.
     """
-    _require_matplotlib()
-    with _own_style():
+    require_matplotlib()
+    with own_style():
         groups = {"regime": _group_regimes(rows.regimes)}
         groups |= {name: _group_steps(steps) for name, steps in rows.steps.items()}
-        figure, panels = _lay_out(len(groups), most_in_line=len(groups))
+        figure, panels = lay_out(len(groups), most_in_line=len(groups))
         figure.suptitle(f"Errors by distance from the training data: {rows.title}", parse_math=False)
         errors = np.maximum(100 * rows.errors, _SMALLEST_ERROR)
         for axes, (name, places) in zip(panels, groups.items(), strict=True):
@@ -304,7 +301,7 @@ def plot_distance(rows: PredictedRows, *, form: Form = "png") -> bytes:
         panels[0].set_yscale("log")
         panels[0].yaxis.set_major_formatter("{x:g}")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower right", frameon=False)
-        return _render(figure, form)
+        return render_figure(figure, form)
 
 
 def _group_regimes(regimes: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
@@ -381,13 +378,6 @@ def write_plots(pictures: Mapping[str, bytes], folder: str) -> tuple[str, ...]:
                 store.remove(name)
         raise
     return tuple(f"{store.url.rstrip('/')}/{name}" for name in written)
-
-
-def plot_cross_validation(
-    results: Mapping[str, CrossValidation], observations: Sequence[Observation], *, folder: str, form: Form = "png"
-) -> tuple[str, ...]:
-    """``draw_cross_validation`` into ``folder``; the paths."""
-    return write_plots(draw_cross_validation(results, observations, form=form), folder)
 
 
 def plot_table(

@@ -7,11 +7,12 @@ from precision_time.predictor.hardware import HardwareSpec, check_precision
 from precision_time.predictor.implementation import Implementation
 from precision_time.predictor.parallelism import Parallelism
 from precision_time.predictor.precision import FORMAT_BYTES, Precision
+from precision_time.predictor.walked_time import NominalWork, describe_nominal, time_pass
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["ComputeEstimate", "RankShare", "cast_bytes", "divide_work", "estimate_compute", "expert_params",
-           "scale_activation_bytes", "time_host_copy"]  # fmt: skip
+__all__ = ["ComputeEstimate", "RankShare", "cast_bytes", "describe_passes", "divide_work", "estimate_compute",
+           "expert_params", "scale_activation_bytes", "time_host_copy"]  # fmt: skip
 
 #: Shares of the nominal rates that training reaches. Fitted together on 72 medians of 304 public single-GPU rows of
 #: ResNet-50, BERT-base and ViT-B/16 (lambdal/deeplearning-benchmark, Oneflow-Inc/DLPerf, NVIDIA/DeepLearningExamples,
@@ -221,6 +222,42 @@ def _recomputed_share(workload: WorkloadFeatures, implementation: Implementation
     return workload.attention_flops_share if implementation.checkpointing == "selective" else 0.0
 
 
+def describe_passes(
+    workload: WorkloadFeatures,
+    hardware: HardwareSpec,
+    precision: Precision,
+    *,
+    batch_size: int,
+    share: RankShare = WHOLE,
+    implementation: Implementation = _PLAIN,
+) -> tuple[NominalWork, NominalWork, float]:
+    """Nominal work of the forward and the backward pass of a walked network on a GPU, and the share run again.
+
+    The walk of a module was made with its frozen parameters, so only those that a setup freezes beside them
+    (``trainable_share`` of a walk in which all are trained) take weight gradients away. Raises ``InputError`` for a
+    network that was never walked.
+    """
+    if workload.walks is None:
+        raise InputError(f"{workload.name} was never walked", expected="a network of the zoo, or a module")
+    trained = min(1.0, workload.walks["fp32"].gradient_bytes / (4.0 * workload.params))
+    frozen = 0.5 * (1.0 - min(1.0, implementation.trainable_share / trained)) if trained else 0.0
+    forward, backward = (
+        describe_nominal(
+            workload.walks,
+            hardware,
+            precision,
+            phase=phase,
+            samples=batch_size * share.work,
+            weights_share=share.parameters * (1.0 - left_out),
+            layers_share=share.layers,
+            products_share=1.0 - left_out,
+            implementation=implementation,
+        )
+        for phase, left_out in (("forward", 0.0), ("backward", frozen))
+    )
+    return forward, backward, _recomputed_share(workload, implementation)
+
+
 def estimate_compute(
     workload: WorkloadFeatures,
     hardware: HardwareSpec,
@@ -235,7 +272,9 @@ def estimate_compute(
     Each pass takes max(F / (eta_c Pi), Q / (eta_m B)) seconds on the device: F its FLOPs (2 per multiply-add), Pi the
     dense peak (FLOP/s) of the policy's compute format, Q the bytes it moves, B the memory bandwidth (bytes/s). Q is
     batch x activations, scaled by what the policy narrows, plus the weights in the compute format, plus the casts
-    between both. Launching n operations costs the host n tau seconds; a GPU hides them behind its own work, so a pass
+    between both. On a GPU a network that was walked is timed family by family instead (``walked_time``).
+
+    Launching n operations costs the host n tau seconds; a GPU hides them behind its own work, so a pass
     takes at least n tau, while on a CPU they add up. Autocast launches one cast per parameter tensor and pass.
 
     Checkpointing runs the forward pass (full) or its attention (selective) once more. With a share s < 1 of trainable
@@ -252,6 +291,21 @@ def estimate_compute(
     check_precision(hardware, precision)
     device = _describe_device(hardware, precision)
     trainable = implementation.trainable_share
+    optimizer_s = 0.0
+    if implementation.optimizer_step:
+        optimizer_s = _time_optimizer(workload, precision, device, share=share, trainable=trainable)
+    if workload.walks is not None and hardware.kind == "gpu":
+        before, after, again = describe_passes(
+            workload, hardware, precision, batch_size=batch_size, share=share, implementation=implementation
+        )
+        ahead, back = time_pass(before), time_pass(after)
+        return ComputeEstimate(
+            forward_s=ahead.seconds,
+            backward_s=back.seconds,
+            optimizer_s=optimizer_s,
+            launch_bound=ahead.launch_bound if ahead.seconds >= back.seconds else back.launch_bound,
+            recompute_s=again * ahead.seconds,
+        )
     samples = batch_size * share.work
     # F (1 - a) + F a slowdown
     slowed = 1.0 + workload.attention_flops_share * (device.attention_slowdown - 1.0)
@@ -278,9 +332,7 @@ def estimate_compute(
     return ComputeEstimate(
         forward_s=forward_s,
         backward_s=backward_s,
-        optimizer_s=_time_optimizer(workload, precision, device, share=share, trainable=trainable)
-        if implementation.optimizer_step
-        else 0.0,
+        optimizer_s=optimizer_s,
         launch_bound=forward_waits if forward_s >= backward_s else backward_waits,
         recompute_s=device.time_phase(*(again * part for part in forward))[0] if again else 0.0,
     )

@@ -3,16 +3,18 @@
 import functools
 import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from typing import Any
 
-from precision_time.predictor.cards import Card, find_card, find_family, listed_models
-from precision_time.predictor.profiles import OperatorProfile, find_profile
+from precision_time.predictor.cards import Card, Family, find_card, find_family, guess_kind, listed_models
+from precision_time.predictor.walk import POLICIES, Walk
+from precision_time.predictor.zoo import ZooEntry, find_entry, zoo_names
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "find_workload", "known_workloads"]
+__all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "describe_entry", "find_workload",
+           "known_workloads", "walked_fields"]  # fmt: skip
 
 #: Kinds of ``families.csv`` that are made of attention and dense products.
 ATTENTION_KINDS = frozenset(
@@ -37,6 +39,8 @@ _LAUNCHED_SHARE = 0.75
 #: Embedding tables of recommenders above this many parameters are divided over the ranks and updated by the rows a
 #: batch touches, in every source of the public table; what is left is dense and multiplies each sample once.
 _SHARDED_TABLE_PARAMS = 1_000_000_000
+#: Bytes of fp32 weights and gradients that both passes move for each parameter.
+_PASSES_BYTES = 12.0
 #: Share of a transformer's forward FLOPs in attention where the card does not say (BERT-base at 128 to ViT-B/16).
 _ATTENTION_SHARE = 0.03
 #: What a question may say of its input: a side or a length, or sides joined by x.
@@ -81,8 +85,8 @@ class WorkloadFeatures:
     network: str = ""
     #: elements that convolutions, dense products and fused attention write in the forward pass of one sample
     activations_per_sample: float | None = None
-    #: the forward pass by sort of operation; None: not known
-    profile: OperatorProfile | None = None
+    #: one forward and backward pass operation by operation, for each of ``walk.POLICIES``; None: never walked
+    walks: Mapping[str, Walk] | None = field(default=None, hash=False)
     #: parameters that work on one token; fewer than ``params`` in a mixture of experts; None: all of them
     active_params: int | None = None
     #: sizes of a transformer, None where they are not known or do not apply
@@ -107,15 +111,23 @@ class WorkloadFeatures:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self) | {"profile": None if self.profile is None else self.profile.to_dict()}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return values | {
+            "walks": None if self.walks is None else {name: walk.to_columns() for name, walk in self.walks.items()},
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "WorkloadFeatures":
         """The inverse of ``to_dict``; raises ``InputError`` for missing or unknown fields."""
-        profile = values.get("profile")
+        walks = values.get("walks")
         try:
-            return cls(**{**values, "profile": None if profile is None else OperatorProfile.from_dict(profile)})
-        except TypeError as error:
+            return cls(
+                **{
+                    **values,
+                    "walks": None if walks is None else {name: Walk.from_columns(walks[name]) for name in POLICIES},
+                }
+            )
+        except (KeyError, TypeError) as error:
             raise InputError(
                 "a workload card does not fit",
                 got=str(error),
@@ -183,7 +195,6 @@ def describe_card(
         backward_ops=max(1, round(backward_ops * operations)),
         source="card",
         activations_per_sample=None if card is None else card.activations_per_sample,
-        profile=None if card is None else find_profile(card),
         active_params=None if card is None else card.active_params,
         layers=layers,
         hidden_size=None if card is None else card.hidden_size,
@@ -195,6 +206,95 @@ def describe_card(
         experts=None if card is None else card.experts,
         active_experts=None if card is None else card.active_experts,
     )
+
+
+_CONVOLUTIONS = ("convolution", "grouped", "depthwise")
+
+
+def walked_fields(walks: Mapping[str, Walk]) -> dict[str, Any]:
+    """The fields of ``WorkloadFeatures`` that walks under both policies fill; counts are of the fp32 one."""
+    walk = walks["fp32"]
+    flops = walk.total("flops", phase="forward")
+    return {
+        "forward_flops_per_sample": flops,
+        "backward_flops_per_sample": walk.total("flops", phase="backward"),
+        "convolution_flops_share": walk.total("flops", phase="forward", families=_CONVOLUTIONS) / flops,
+        "attention_flops_share": walk.total("flops", phase="forward", families=("attention",)) / flops,
+        "forward_bytes_per_sample": walk.total("bytes", phase="forward"),
+        "forward_bytes_fixed": walk.total("bytes_fixed", phase="forward"),
+        "backward_bytes_per_sample": walk.total("bytes", phase="backward"),
+        "backward_bytes_fixed": walk.total("bytes_fixed", phase="backward"),
+        "forward_ops": max(1, round(walk.total("ops", phase="forward"))),
+        "backward_ops": max(1, round(walk.total("ops", phase="backward"))),
+        "walks": walks,
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
+    """The workload of a network of the zoo under the name it was asked for, from its walk.
+
+    What a walk cannot tell (family and kind, the usual optimizer, sizes that the zoo leaves out) comes from the lists
+    of names and cards.
+    """
+    family = find_family(name) or find_family(entry.name)
+    card = find_card(name, entry.task_input) or find_card(entry.name, entry.task_input)
+    kind = family.kind if family else _guess_kind(entry)
+    params, walks = entry.params, {"fp32": entry.fp32, "amp": entry.amp}
+    if kind == "recommendation" and params > _SHARDED_TABLE_PARAMS:
+        params = max(1, round(entry.fp32.total("flops", phase="forward") / 2))
+        walks = {policy: _keep_dense(found, params) for policy, found in walks.items()}
+    sizes: dict[str, Any] = {field_name: _size_of(entry, card, field_name) for field_name in _SIZES}
+    return WorkloadFeatures(
+        name=name,
+        family=family.family if family else "",
+        kind=kind,
+        network=_network_of(find_family(entry.name) or family, entry),
+        task_input=entry.task_input,
+        optimizer=(card.optimizer if card is not None else "")
+        or ("adamw" if kind in ATTENTION_KINDS else "sgd_momentum"),
+        params=params,
+        parameter_tensors=max(1, entry.parameter_tensors),
+        source="zoo",
+        **walked_fields(walks),
+        **sizes,
+    )
+
+
+def _keep_dense(walk: Walk, params: int) -> Walk:
+    """``walk`` without tables: both passes read fp32 weights and the backward pass writes their gradients."""
+    kept = walk.keep_weights(min(1.0, _PASSES_BYTES * params / max(1.0, walk.total("bytes_fixed"))))
+    return replace(kept, gradient_bytes=min(walk.gradient_bytes, 4.0 * params))
+
+
+_SIZES = ("layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab", "sequence_length", "experts",
+          "active_experts", "active_params")  # fmt: skip
+
+
+#: From this length on a text model without a family is taken for a decoder: encoders end at 512 tokens.
+_DECODER_LENGTH = 1024
+
+
+def _guess_kind(entry: ZooEntry) -> str:
+    if "vocab" in entry.sizes:
+        if "experts" in entry.sizes:
+            return "mixture_of_experts"
+        return "language_decoder" if entry.sizes.get("sequence_length", 0) >= _DECODER_LENGTH else "language_encoder"
+    told = walked_fields({"fp32": entry.fp32, "amp": entry.amp})
+    return guess_kind(convolution_share=told["convolution_flops_share"], attends=told["attention_flops_share"] > 0)
+
+
+def _size_of(entry: ZooEntry, card: Card | None, name: str) -> int | None:
+    known = entry.sizes.get(name)
+    return known if known is not None or card is None else getattr(card, name)
+
+
+def _walks_of(entry: ZooEntry) -> dict[str, Walk]:
+    return {"fp32": entry.fp32, "amp": entry.amp}
+
+
+def _network_of(family: Family | None, entry: ZooEntry) -> str:
+    return family.canonical if family else entry.name
 
 
 @functools.cache
@@ -232,10 +332,13 @@ def find_workload(name: str, *, task_input: str = "", measured: Iterable[Workloa
     own = {work.name: work for work in measured}
     if name in own and task_input in ("", own[name].task_input):
         found = own[name]
-        card = find_card(name, found.task_input) if found.profile is None else None
-        return found if card is None else replace(found, profile=find_profile(card))
+        entry = find_entry(name, found.task_input) if found.walks is None else None
+        return found if entry is None else replace(found, walks=_walks_of(entry))
     if task_input:
         _check_input(task_input)
+    entry = find_entry(name, task_input)
+    if entry is not None:
+        return describe_entry(entry, name=name)
     card = find_card(name, task_input)
     # Before our own count, since the public table teaches the trees its networks by their cards.
     if card is not None and card.params is not None and card.forward_flops_per_sample is not None:
@@ -259,7 +362,7 @@ def find_workload(name: str, *, task_input: str = "", measured: Iterable[Workloa
         raise UnknownNameError(
             "model",
             name,
-            own.keys() | listed_models(),
+            own.keys() | listed_models() | zoo_names(),
             fix="name a known model, or measure yours in a campaign first",
         )
     if task_input not in ("", own[name].task_input):

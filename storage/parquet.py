@@ -1,6 +1,5 @@
 """Parquet with a declared schema: written with checksums, and read so that damage is an error, never a value."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,16 +10,12 @@ import pyarrow.parquet as pq
 
 from precision_time.storage.errors import InputError, IntegrityError
 from precision_time.storage.schema import SCHEMA_VERSION, arrow_schema
+from precision_time.storage.seal import add_seal, check_seal
 
 __all__ = ["conform", "encode_table", "read_table", "table_of"]
 
 _VERSION_KEY = b"precision_time.schema_version"
 _RECORD_KEY = b"record"
-
-# Page checksums leave the footer out, and some damaged footers abort the process inside Arrow. So a digest of the
-# whole file stands between the pages and the footer, where readers of Parquet never look, and is checked first.
-_SEAL = b"\x89PT-SEAL"
-_SEAL_BYTES = len(_SEAL) + hashlib.sha256().digest_size
 
 # A few kilobytes of repeated values can claim millions of rows; what they would take in memory is known before.
 _MAX_DECODED_BYTES = 128 * 2**20
@@ -65,9 +60,7 @@ def encode_table(table: pa.Table, record: type) -> bytes:
         use_dictionary=[field.name for field in _text_fields(table.schema)],
         write_page_checksum=True,
     )
-    data: bytes = sink.getvalue().to_pybytes()
-    footer = _footer_start(data, "this table")
-    return data[:footer] + _SEAL + hashlib.sha256(data).digest() + data[footer:]
+    return add_seal(sink.getvalue().to_pybytes())
 
 
 def read_table(data: bytes, record: type, *, name: str = "this file") -> pa.Table:
@@ -79,7 +72,7 @@ def read_table(data: bytes, record: type, *, name: str = "this file") -> pa.Tabl
     with the checks that Parquet itself offers.
     """
     schema = arrow_schema(record)
-    _check_seal(data, name)
+    check_seal(data, name)
     try:
         file = _open(data)
         found = file.schema_arrow
@@ -171,28 +164,6 @@ def _open(data: bytes, **options: Any) -> pq.ParquetFile:
 
 def _text_fields(schema: pa.Schema) -> list[pa.Field]:
     return [field for field in schema if pa.types.is_dictionary(field.type)]
-
-
-def _footer_start(data: bytes, name: str) -> int:
-    """Where the footer begins, by magic bytes and length, before a parser allocates what they claim."""
-    if len(data) < 12 or data[:4] != b"PAR1" or data[-4:] != b"PAR1":
-        raise _damaged(name, f"{len(data)} bytes that are not a complete Parquet file")
-    length = int.from_bytes(data[-8:-4], "little")
-    if not 0 < length <= len(data) - 12:
-        raise _damaged(name, f"a footer of {length} bytes in a file of {len(data)}")
-    return len(data) - 8 - length
-
-
-def _check_seal(data: bytes, name: str) -> None:
-    footer = _footer_start(data, name)
-    start = footer - _SEAL_BYTES
-    if start > 0 and data.startswith(_SEAL, start):
-        digest = hashlib.sha256(data[:start])
-        digest.update(data[footer:])
-        if digest.digest() != data[start + len(_SEAL) : footer]:
-            raise _damaged(name, "content that does not match its seal")
-    elif _SEAL in data:
-        raise _damaged(name, "a seal that is not where it belongs")
 
 
 def _check_claims(metadata: Any, schema: pa.Schema, name: str) -> None:

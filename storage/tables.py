@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precision_time.storage.errors import InputError, IntegrityError
 from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.seal import check_seal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,7 +206,7 @@ def _as_numbers(cells: "pd.Series[Any]") -> "pd.Series[Any]":
 def _read_parquet(data: bytes, where: str) -> "pd.DataFrame":
     from precision_time.storage import parquet
 
-    parquet._check_seal(data, where)
+    check_seal(data, where)
     try:
         schema = parquet._open(data).schema_arrow
     # As in parquet.read_table: a damaged footer surfaces as whatever the decoder stumbles over.

@@ -1,7 +1,8 @@
 """Cross-validate on the training rows, score the held-out models, and judge the challenger against the champion."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,8 @@ from precision_time.predictor.accuracy import CrossValidation, cross_validate_al
 from precision_time.predictor.artifact import PublishedPredictor
 from precision_time.predictor.learner import FEWEST_FOR_MANY
 from precision_time.predictor.leave_out import feasible_splits
+from precision_time.predictor.pooling import Effect
+from precision_time.predictor.pooling_fit import estimate_effects
 from precision_time.tasks.train import Snapshot
 
 __all__ = ["Accuracy", "GateDecision", "Validation", "judge_challenger", "validate_predictor"]
@@ -35,12 +38,16 @@ Accuracy = dict[str, dict[str, dict[str, float | None]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Accuracy by split and method, out-of-fold predictions by split, and the interval radii they support."""
+    """Accuracy by split and method, out-of-fold predictions by split, and the interval radii they support.
+
+    ``effects`` say how these errors hang together, by which measured rows correct other answers.
+    """
 
     accuracy: Accuracy
     cross_validations: dict[str, CrossValidation]
     radii: dict[str, float]
     level: float
+    effects: Mapping[str, Effect] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,7 @@ def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Valida
         cross_validations=done,
         radii={regime: radius for regime, radius in radii.items() if radius is not None},
         level=level,
+        effects=estimate_effects(done, rows, seed=seed),
     )
 
 

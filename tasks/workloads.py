@@ -1,6 +1,5 @@
 """Named models to time: the module with random weights, a synthetic batch, its loss and its optimizer."""
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.predictor.graph import count_workload
+from precision_time.predictor.own_models import import_factory
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, UnknownNameError
 
@@ -277,17 +277,7 @@ def build_workload(name: str) -> Workload:
         if name not in BUILDERS:
             raise UnknownNameError("model", name, BUILDERS, fix="or name your own as module:factory")
         return BUILDERS[name]()
-    module_name, _, factory_name = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    expected = f"a function {factory_name or 'factory'}() in a module {module_name or 'module'} of the current folder"
-    try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(
-            f"workload {name} cannot be imported", got=f"{type(error).__name__}: {error}", expected=expected
-        ) from error
-    workload = factory() if callable(factory) else factory
+    workload = import_factory(name)
     if not isinstance(workload, Workload):
         raise InputError(
             f"workload {name} is of another kind",
@@ -317,7 +307,7 @@ def _print_cards() -> None:
         card = count_card(build_workload(name), name=name).to_dict()
         print(f"\n[{name}]")
         for key, value in card.items():
-            if key != "name":
+            if key not in ("name", "walks") and value is not None:
                 print(f"{key} = {value if isinstance(value, int | float) else repr(value).replace(chr(39), chr(34))}")
 
 

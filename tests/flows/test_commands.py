@@ -151,6 +151,78 @@ def test_probe_prints_the_device_as_text_and_as_json(
     assert json.loads(capsys.readouterr().out)["hardware"]["name"] == "cpu-test-2c"
 
 
+@pytest.fixture
+def timed(device: ProbeReport, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[tuple[str, int]], int, int]]:
+    """What a probe of a model on the made-up machine was asked to time: a second for 8 samples, bf16 a half."""
+    asked: list[tuple[str, list[tuple[str, int]], int, int]] = []
+
+    def time_settings(
+        model: str, settings: list[tuple[str, int]], *, report: ProbeReport, steps: int, rounds: int
+    ) -> tuple[dict[tuple[str, int], list[float]], dict[tuple[str, int], str]]:
+        asked.append((model, list(settings), steps, rounds))
+        return {(name, batch): [batch / 80 / (2 if name != "fp32" else 1)] * steps for name, batch in settings}, {}
+
+    monkeypatch.setattr("precision_time.tasks.probe_model.time_settings", time_settings)
+    monkeypatch.setattr("precision_time.tasks.probe_model.probe_device", lambda wanted: device)
+    for module in ("tasks.probe_model", "predictor.calibrate"):
+        monkeypatch.setattr(f"precision_time.{module}.standing_artifact", lambda: (None, ""))
+    return asked
+
+
+def test_probe_of_a_model_prints_measured_beside_predicted_and_saves_the_calibration(
+    timed: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept.json"
+    arguments = ["probe", "--model", "bert_mini", "--gpus", "1", "--gpus", "2", "--gpu", "A100", "--save", str(kept)]
+    assert run(arguments) == 0
+    assert timed == [("bert_mini", [("fp32", 8), ("fp32", 32), ("amp_bf16", 8)], 20, 1)]
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if line.split()[:1] in (["fp32"], ["amp_bf16"])]
+    assert len(lines) == 2 * 2 * 2 * 2  # precisions, batches, counts, GPUs
+    assert lines[0].split()[:6] == ["fp32", "8", "1", "cpu-test-2c", "100", "ms"]
+    assert "measured; without it calibrated by 2 measured rows: x" in lines[0]
+    assert any(line.split()[:4] == ["amp_bf16", "32", "2", "A100-SXM4-80GB"] for line in lines)
+    assert "answered by the closed forms, calibrated by 3 measured rows; load of the machine" in out
+    assert f"the calibration is in {kept}" in err
+    assert json.loads(kept.read_text(encoding="utf-8"))["artifact_id"] is None
+
+
+def test_options_of_a_models_probe_reach_it_and_json_is_all_of_stdout(
+    timed: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        "probe --model bert_mini --precision bf16-mixed --batch-size 4 --batch-size 16 --measure fp32:4 --steps 3 "
+        "--rounds 2 --check --json"
+    )
+    assert run(arguments.split()) == 0
+    assert timed == [("bert_mini", [("fp32", 4), ("amp_bf16", 4), ("amp_bf16", 16)], 3, 2)]
+    found = json.loads(capsys.readouterr().out)
+    assert [(time["precision"], time["batch_size"], time["is_calibrating"]) for time in found["times"]] == [
+        ("fp32", 4, True), ("amp_bf16", 4, False), ("amp_bf16", 16, False),
+    ]  # fmt: skip
+    assert len(found["calibration"]["rows"]) == 1
+    assert found["device"]["hardware"]["name"] == "cpu-test-2c"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-size", "8", "--save", "x.json"], "batch_sizes, save"),
+        (["--check"], "check"),
+        (["--model", "bert_mini", "--measure", "fp32"], "precision:batch"),
+        (["--model", "bert_mini", "--measure", "fp32:many"], "precision:batch"),
+        (["--model", "bert_mimi"], "bert_mini"),
+        (["--model", "bert_mini", "--batch-size", "0"], "batch_sizes"),
+    ],
+)
+def test_a_probe_that_makes_no_sense_is_bad_input_and_times_nothing(
+    arguments: list[str], words: str, timed: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["probe", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert timed == []
+
+
 @pytest.mark.parametrize("arguments", [["campaign", "--help"], ["probe", "--help"], ["campaign", "none.yaml"]])
 def test_help_and_bad_files_load_no_heavy_library(arguments: list[str]) -> None:
     program = (

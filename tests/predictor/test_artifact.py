@@ -17,7 +17,7 @@ from precision_time.storage.errors import IntegrityError, NotFoundError
 from precision_time.storage.registry import Registry
 from precision_time.tasks.publish import export_bundle
 
-NEVER_LOADED = {"torch", "prefect", "dask", "xgboost", "pandas", "pyarrow", "fsspec", "sklearn", "scipy", "matplotlib"}
+NEVER_LOADED = {"torch", "prefect", "dask", "xgboost", "pandas", "fsspec", "sklearn", "scipy", "matplotlib"}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from importlib import resources
 import pytest
 
 from precision_time.predictor import cards as cards_module
-from precision_time.predictor.cards import KINDS, find_card, find_family, transformer_flops
+from precision_time.predictor.cards import KINDS, find_card, find_family, guess_kind, transformer_flops
 from precision_time.predictor.public_table import shipped_measurements
 from precision_time.predictor.workload import known_workloads
 from precision_time.storage.errors import InputError, IntegrityError
@@ -283,3 +283,19 @@ def test_a_lookup_needs_no_numerical_library():
         "sys.exit(bool({'numpy', 'pandas', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "kind"),
+    [
+        ({"convolution_share": 0.99, "attends": False}, "cnn"),
+        ({"convolution_share": 0.02, "attends": True}, "vision_transformer"),
+        ({"convolution_share": 0.7, "attends": True}, "hybrid_vision"),
+        ({"convolution_share": 0.0, "attends": True, "takes_tokens": True}, "language_encoder"),
+        ({"convolution_share": 0.1, "attends": False, "recurrent_share": 0.6}, "recurrent"),
+        ({"convolution_share": 0.0, "attends": False}, "tabular/other"),
+    ],
+)
+def test_the_kind_is_guessed_from_what_the_work_is(counts: dict[str, object], kind: str) -> None:
+    assert guess_kind(**counts) == kind
+    assert kind in KINDS

@@ -188,7 +188,7 @@ def test_an_artifact_that_is_not_there_is_an_error(table: Callable[..., str], tm
 def quick_cross_validation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Cross-validation that trains nothing, on a few rows of the table; returns how many rows each call was given."""
     given: list[int] = []
-    kept = load_public_table().kept.head(40)
+    kept = load_public_table().kept.head(400)
 
     def cross_validate_all(observations: list[Any], *, progress: Callable[[int, int], None]) -> dict[str, Any]:
         given.append(len(observations))
@@ -219,7 +219,7 @@ def test_cross_validation_as_json_is_split_method_score(quick_cross_validation: 
     assert run(["evaluate", "--cv", "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
-    assert list(result) == ["configuration", "leave-model-out"]
+    assert list(result) == ["configuration", "leave-model-out", "calibration"]
     assert set(result["configuration"]) == set(METHODS)
     assert set(result["configuration"]["predictor"]) == {"n", "mape", "median_ape", "p90_ape", "coverage_90"}
     assert result["configuration"]["predictor"]["mape"] == pytest.approx(0.1)
@@ -277,7 +277,7 @@ def test_cross_validation_draws_both_pictures_of_every_split(
     assert out.startswith("| split")
     names = {
         f"{split}-{kind}.png" for split in ("configuration", "leave-model-out") for kind in ("predicted", "distance")
-    }
+    } | {"calibration.png"}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == names
     assert err.count("drawn: ") == len(names)
 

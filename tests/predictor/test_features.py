@@ -21,6 +21,7 @@ from precision_time.predictor.hardware import find_hardware, supported_precision
 from precision_time.predictor.implementation import Implementation
 from precision_time.predictor.parallelism import Parallelism, parse_parallelism
 from precision_time.predictor.precision import parse_precision
+from precision_time.predictor.walk_features import WALK_FEATURES, describe_walk
 from precision_time.predictor.workload import find_workload
 
 MODELS = ("resnet50", "mlp", "bert_base", "llama2_7b", "mixtral_8x7b", "gnmt", "dlrm_small", "hifigan", "unet3d")
@@ -113,12 +114,13 @@ def test_the_groups_divide_the_columns_among_them() -> None:
 @pytest.mark.parametrize(
     ("group", "members"),
     [
-        ("precision", {"compute_bytes", "loss_scaling"}),
+        ("precision", {"compute_bytes", "loss_scaling", "bytes_cast", "bytes_over_fp32"}),
         ("hardware", {"log_memory_bytes_per_s", "is_cpu"}),
         ("implementation", {"compiled", "checkpointing", "framework_megatron"}),
         ("ranks and links", {"log_world_size", "sharding", "log_link_bytes_per_s"}),
-        ("network", {"log_params", "is_recurrent", "depthwise_share", "elements_at_64"}),
-        ("batch", {"log_batch", "log_accumulation"}),
+        ("network", {"log_params", "is_recurrent", "flops_depthwise", "roof_64", "bytes_gather"}),
+        ("batch", {"log_batch", "log_accumulation", "log_walked_flops", "log_flops_per_operation"}),
+        ("closed form", {"log_operation_roofline_s", "log_launch_over_roofline"}),
     ],
 )
 def test_columns_are_told_under_what_they_are_about(group: str, members: set[str]) -> None:
@@ -152,30 +154,18 @@ def test_times_and_sizes_are_natural_logs() -> None:
     assert {name: query.row[name] for name in expected} == pytest.approx(expected)
 
 
-def test_the_roofline_over_operations_is_compared_with_that_of_the_whole() -> None:
-    described = setup(precision="fp32")
-    profile, hardware = described.workload.profile, described.hardware
-    assert profile is not None
-    # elements are four bytes, 0.7 of the peak is what products reach
-    balance = 0.7 * hardware.peak_flops_per_s["fp32"] * 4 / hardware.memory_bytes_per_s
-    moved = profile.move_at(balance)
-    whole = max(described.workload.forward_flops_per_sample / balance, profile.elements)
-    told = Query.of(described).row
-    assert told["log_operation_roofline"] == pytest.approx(math.log(moved / profile.elements))
-    assert told["log_operations_over_whole"] == pytest.approx(math.log(moved / whole))
-    # summed over operations each waits for the slower of both, so the sum is never below that of the whole
-    assert told["log_operations_over_whole"] > 0
-    assert told["elements_at_64"] == pytest.approx(math.log(profile.elements_at[2] / profile.elements))
-    narrow = row(precision="amp_fp16")
-    # a faster unit waits for memory where a slow one waits for compute
-    assert narrow["log_operation_roofline"] < told["log_operation_roofline"]
+def test_a_walked_network_has_the_columns_of_its_walk_for_the_batch_and_device_at_hand() -> None:
+    asked = setup(precision="amp_fp16", batch_size=48)
+    walked = describe_walk(asked.workload.walks, asked.hardware, asked.precision, samples=48)
+    told = Query.of(asked).row
+    assert {name: told[name] for name in WALK_FEATURES} == walked
+    assert all(math.isfinite(value) for name, value in walked.items() if name not in {"log_scores"})
 
 
-def test_a_network_without_a_profile_leaves_its_columns_blank() -> None:
-    bare = dataclasses.replace(find_workload("resnet50"), profile=None)
+def test_a_network_without_a_walk_leaves_its_columns_blank() -> None:
+    bare = dataclasses.replace(find_workload("resnet50"), walks=None)
     told = Query.of(dataclasses.replace(setup(), workload=bare)).row
-    assert math.isnan(told["log_operation_roofline"])
-    assert math.isnan(told["elements_at_4"])
+    assert {name for name in WALK_FEATURES if math.isnan(told[name])} == set(WALK_FEATURES)
     assert math.isfinite(told["log_closed_s"])
 
 

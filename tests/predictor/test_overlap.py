@@ -78,6 +78,52 @@ def test_two_buckets_match_the_timeline_worked_by_hand():
     assert slow.communication_time_s == none.communication_time_s == pytest.approx(first + second)
 
 
+def walked(model, ready):
+    walks = {policy: dataclasses.replace(walk, ready=ready) for policy, walk in find_workload("resnet50").walks.items()}
+    return dataclasses.replace(model, walks=walks)
+
+
+def test_buckets_are_sent_when_the_walk_found_their_gradients_ready():
+    # 26 tensors of 1 MiB: buckets of 1 and 25 MiB. Where 1/26 of the bytes is ready after 3/4 of the backward pass,
+    # a quarter of a second is left for a first bucket that takes longer.
+    model, hardware = workload(params=26 * MIB // 4, tensors=26), find_hardware("v100")
+    first, second = (all_reduce_time_s(size * MIB, ranks=8, nodes=1, hardware=hardware) for size in (1, 25))
+    backward_s = 2 * first
+    late = walked(model, (0.9,) * 15 + (1.0,))
+    found = estimate_overlap(late, hardware, FP32, backward_s=backward_s, ranks=8, nodes=1)
+    # ready_at(1/26) = 0.9 x 16/26, linear from nothing to the first sixteenth
+    first_ends = 0.9 * 16 / 26 * backward_s + first
+    assert first_ends > backward_s
+    assert found.exposed_communication_s == pytest.approx(first_ends + second - backward_s)
+    even = estimate_overlap(
+        dataclasses.replace(model, walks=None), hardware, FP32, backward_s=backward_s, ranks=8, nodes=1
+    )
+    assert even.exposed_communication_s == pytest.approx(second)
+    assert found.communication_time_s == even.communication_time_s
+
+
+def test_gradients_that_are_ready_late_expose_more_and_the_last_bucket_waits_for_the_pass():
+    hardware = dataclasses.replace(find_hardware("v100"), link="pcie3", link_bytes_per_s=15.8e9)
+    model = find_workload("bert_base")
+    exposed = [
+        estimate_overlap(walked(model, ready), hardware, FP32, backward_s=0.1, ranks=8, nodes=1).exposed_communication_s
+        for ready in ((0.0,) * 16, tuple(point / 16 for point in range(1, 17)), (1.0,) * 16)
+    ]
+    assert exposed == sorted(exposed)
+    assert 0 < exposed[0] < exposed[1] < exposed[2]
+
+
+def test_autocast_follows_the_ready_curve_of_its_own_walk():
+    model = find_workload("resnet50")
+    late = dataclasses.replace(model.walks["amp"], ready=(1.0,) * 16)
+    mixed = dataclasses.replace(model, walks={"fp32": model.walks["fp32"], "amp": late})
+    hardware = dataclasses.replace(find_hardware("v100"), link="pcie3", link_bytes_per_s=15.8e9)
+    options = {"backward_s": 0.05, "ranks": 8, "nodes": 1}
+    for name, same in (("fp32", True), ("fp16", True), ("amp_fp16", False)):
+        one, other = (estimate_overlap(work, hardware, parse_precision(name), **options) for work in (model, mixed))
+        assert (one == other) is same
+
+
 def test_an_infinitely_fast_link_exposes_nothing():
     hardware = dataclasses.replace(find_hardware("a100"), link_bytes_per_s=1e30, all_reduce_latency_s=1e-15)
     estimate = estimate_overlap(find_workload("resnet50"), hardware, FP32, backward_s=0.1, ranks=8, nodes=1)

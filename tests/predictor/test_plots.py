@@ -20,7 +20,6 @@ from precision_time.predictor.plots import (
     PredictedRows,
     check_plots,
     draw_cross_validation,
-    plot_cross_validation,
     plot_distance,
     plot_predicted,
     plot_table,
@@ -74,13 +73,13 @@ def some_rows(**changes: Any) -> PredictedRows:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that were rendered, to look at what they hold."""
     figures: list[Any] = []
-    render = plots._render
+    render = plots.render_figure
 
     def remember(figure: Any, form: Any) -> bytes:
         figures.append(figure)
         return render(figure, form)
 
-    monkeypatch.setattr(plots, "_render", remember)
+    monkeypatch.setattr(plots, "render_figure", remember)
     return figures
 
 
@@ -246,7 +245,7 @@ def test_pictures_are_written_all_or_none(
     tmp_path: Path, seen: list[Observation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "new" / "folder"
-    paths = plot_cross_validation({"configuration": cross_validation(seen)}, seen, folder=str(folder))
+    paths = write_plots(draw_cross_validation({"configuration": cross_validation(seen)}, seen), str(folder))
     assert paths == tuple(f"{folder}/configuration-{kind}.png" for kind in ("distance", "predicted"))
     assert sorted(folder.iterdir()) == sorted(map(Path, paths))
 

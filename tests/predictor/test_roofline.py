@@ -15,12 +15,15 @@ from precision_time.predictor.roofline import (
     OPTIMIZER_BYTES,
     RankShare,
     cast_bytes,
+    describe_passes,
     divide_work,
     estimate_compute,
     expert_params,
     scale_activation_bytes,
     time_host_copy,
 )
+from precision_time.predictor.walk import PRODUCTS
+from precision_time.predictor.walked_time import describe_nominal, time_pass
 from precision_time.predictor.workload import find_workload, known_workloads
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError, UnknownNameError
 
@@ -35,6 +38,11 @@ def estimate(model, device, precision, *, batch_size, share=None, **facts):
         share=share or RankShare(),
         implementation=Implementation(**facts),
     )
+
+
+def unwalked(model, **changes):
+    """A network as its sizes tell it, without what a walk found."""
+    return dataclasses.replace(find_workload(model), walks=None, **changes)
 
 
 def sparse(*, experts=16, active=2):
@@ -65,7 +73,7 @@ def test_a_narrower_policy_is_not_slower_when_the_batch_is_large(device, model):
 
 
 def test_tensor_cores_speed_up_a_compute_bound_model_and_a_p100_has_none():
-    model = dataclasses.replace(find_workload("vit_b16"), forward_bytes_per_sample=0.0, backward_bytes_per_sample=0.0)
+    model = unwalked("vit_b16", forward_bytes_per_sample=0.0, backward_bytes_per_sample=0.0)
     passes = {}
     for device in ("p100", "v100"):
         for name in ("fp32", "amp_fp16"):
@@ -77,8 +85,8 @@ def test_tensor_cores_speed_up_a_compute_bound_model_and_a_p100_has_none():
 
 def test_mixed_precision_is_slower_when_the_host_cannot_launch_fast_enough():
     # NVIDIA/apex issue 297: a small network on small images ran 15 minutes in fp32 and 21 with mixed precision.
-    small = dataclasses.replace(
-        find_workload("resnet18"),
+    small = unwalked(
+        "resnet18",
         params=270_000,
         forward_flops_per_sample=81e6,
         backward_flops_per_sample=160e6,
@@ -219,8 +227,8 @@ def test_checkpointing_runs_the_forward_pass_or_its_attention_again():
 
 
 def test_adapters_leave_out_weight_gradients_and_most_of_the_optimizer():
-    model = dataclasses.replace(
-        find_workload("bert_base"),
+    model = unwalked(
+        "bert_base",
         attention_flops_share=0.2,
         forward_bytes_per_sample=0.0,
         backward_bytes_per_sample=0.0,
@@ -244,9 +252,7 @@ def test_sharding_divides_the_optimizer_traffic():
 
 
 def test_attention_stays_in_the_format_of_the_activations_when_products_narrow_to_fp8():
-    model = dataclasses.replace(
-        find_workload("vit_b16"), attention_flops_share=0.5, forward_bytes_per_sample=0.0, backward_bytes_per_sample=0.0
-    )
+    model = unwalked("vit_b16", attention_flops_share=0.5, forward_bytes_per_sample=0.0, backward_bytes_per_sample=0.0)
     hardware = find_hardware("h100")
     speed_up = (
         estimate(model, "h100", "bf16", batch_size=512).forward_s
@@ -264,3 +270,114 @@ def test_inputs_are_tokens_images_or_of_unknown_size():
     assert time_host_copy(text, samples=10) == pytest.approx(10 * 8 * 2048 / HOST_COPY_BYTES_PER_S)
     assert time_host_copy(find_workload("resnet50"), samples=1) == pytest.approx(12 * 224**2 / HOST_COPY_BYTES_PER_S)
     assert time_host_copy(dataclasses.replace(find_workload("resnet50"), task_input="LJSpeech"), samples=1) == 0.0
+
+
+def walked_passes(model, device, precision, *, batch_size, share=None, **facts):
+    return describe_passes(
+        find_workload(model) if isinstance(model, str) else model,
+        find_hardware(device),
+        parse_precision(precision),
+        batch_size=batch_size,
+        share=share or RankShare(),
+        implementation=Implementation(**facts),
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16", "fp8"])
+def test_a_walked_network_is_timed_by_its_walk_on_a_gpu(precision):
+    model, hardware = find_workload("bert_base"), find_hardware("h100")
+    found = estimate(model, "h100", precision, batch_size=24)
+    ahead, back = (
+        describe_nominal(model.walks, hardware, parse_precision(precision), phase=phase, samples=24)
+        for phase in ("forward", "backward")
+    )
+    assert (found.forward_s, found.backward_s) == (time_pass(ahead).seconds, time_pass(back).seconds)
+    bare = estimate(unwalked("bert_base"), "h100", precision, batch_size=24)
+    assert bare.forward_s != found.forward_s
+    assert bare.optimizer_s == found.optimizer_s
+
+
+def test_a_cpu_is_timed_by_the_whole_network_whether_it_was_walked_or_not():
+    for name in supported_precisions(find_hardware("cpu")):
+        assert estimate("resnet50", "cpu", name, batch_size=4) == estimate(
+            unwalked("resnet50"), "cpu", name, batch_size=4
+        )
+
+
+def test_one_image_is_launch_bound_and_many_are_not():
+    one, many = (estimate("resnet50", "h100", "amp_bf16", batch_size=size) for size in (1, 512))
+    assert one.launch_bound
+    assert not many.launch_bound
+    # autocast launches casts beside what fp32 does, so where launches are the limit it is slower
+    assert one.total_s > estimate("resnet50", "h100", "fp32", batch_size=1).total_s
+
+
+def test_a_walk_divides_as_the_rank_does():
+    whole = walked_passes("bert_base", "a100", "amp_bf16", batch_size=32)
+    share = RankShare(work=1 / 4, parameters=1 / 2, layers=1 / 8)
+    part = walked_passes("bert_base", "a100", "amp_bf16", batch_size=32, share=share)
+    for one, other in zip(whole[:2], part[:2], strict=True):
+        assert other.products == pytest.approx([seconds / 4 for seconds in one.products])
+        assert other.traffic == pytest.approx([seconds / 4 for seconds in one.traffic])
+        assert (other.weights, other.launches) == pytest.approx((one.weights / 2, one.launches / 8))
+
+
+def test_a_walked_network_runs_its_forward_pass_again_as_far_as_it_is_checkpointed():
+    assert walked_passes("bert_base", "a100", "bf16", batch_size=8)[2] == 0.0
+    assert walked_passes("bert_base", "a100", "bf16", batch_size=8, checkpointing="full")[2] == 1.0
+    share = find_workload("bert_base").attention_flops_share
+    assert walked_passes("bert_base", "a100", "bf16", batch_size=8, checkpointing="selective")[2] == share
+    times = estimate("bert_base", "a100", "bf16", batch_size=8, checkpointing="selective")
+    assert times.recompute_s == pytest.approx(share * times.forward_s)
+
+
+def test_frozen_parameters_take_weight_gradients_out_of_a_walked_backward_pass():
+    attention = PRODUCTS.index("attention")
+    plain = walked_passes("bert_base", "a100", "bf16", batch_size=32)
+    frozen = walked_passes("bert_base", "a100", "bf16", batch_size=32, trainable_share=0.25)
+    assert frozen[0] == plain[0]
+    # three quarters of the weight gradients, which are half of the products; attention has no weights
+    for family, (some, every) in enumerate(zip(frozen[1].products, plain[1].products, strict=True)):
+        assert some == pytest.approx(every * (1.0 if family == attention else 1 - 0.5 * 0.75))
+    assert frozen[1].weights == pytest.approx(plain[1].weights * (1 - 0.5 * 0.75))
+    assert frozen[1].traffic == plain[1].traffic
+
+
+def test_what_was_frozen_when_a_module_was_walked_is_not_taken_away_again():
+    model = find_workload("bert_base")
+    walks = {
+        policy: dataclasses.replace(walk, gradient_bytes=model.params * 4 * 0.25)
+        for policy, walk in model.walks.items()
+    }
+    adapted = dataclasses.replace(model, walks=walks)
+    whole, quarter, eighth = (
+        walked_passes(adapted, "a100", "bf16", batch_size=32, trainable_share=trained)[1]
+        for trained in (1.0, 0.25, 0.125)
+    )
+    assert quarter == whole
+    assert eighth.weights == pytest.approx(whole.weights * (1 - 0.5 * 0.5))
+
+
+def test_attention_that_is_not_fused_writes_its_scores():
+    plain = estimate("gpt2", "a100", "amp_bf16", batch_size=8)
+    written = estimate("gpt2", "a100", "amp_bf16", batch_size=8, flash_attention=False)
+    assert written.forward_s > 1.1 * plain.forward_s
+    assert estimate("gpt2", "a100", "amp_bf16", batch_size=8, flash_attention=True) == plain
+    assert estimate("resnet50", "a100", "amp_bf16", batch_size=8, flash_attention=False) == estimate(
+        "resnet50", "a100", "amp_bf16", batch_size=8
+    )
+
+
+def test_a_p100_has_no_unit_that_makes_16_bit_products_faster():
+    full, mixed = (walked_passes("vit_b16", "p100", name, batch_size=256)[0] for name in ("fp32", "fp16"))
+    assert (full.unit, mixed.unit) == (None, None)
+    assert mixed.products == full.products
+    assert time_pass(mixed).seconds < time_pass(full).seconds
+    v100 = [estimate("vit_b16", "v100", name, batch_size=256).forward_s for name in ("fp32", "amp_fp16")]
+    p100 = [estimate("vit_b16", "p100", name, batch_size=256).forward_s for name in ("fp32", "amp_fp16")]
+    assert v100[0] / v100[1] > 2.5 > 1.3 > p100[0] / p100[1]
+
+
+def test_a_network_that_was_never_walked_has_no_passes_to_describe():
+    with pytest.raises(InputError, match="never walked"):
+        walked_passes(unwalked("resnet50"), "a100", "fp32", batch_size=8)

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from precision_time.predictor.cards import Card, find_card
+from precision_time.predictor.cards import Card
 from precision_time.predictor.observations import describe_row
-from precision_time.predictor.profiles import find_profile
-from precision_time.predictor.workload import WorkloadFeatures, describe_card, find_workload, known_workloads
+from precision_time.predictor.workload import (
+    WorkloadFeatures,
+    describe_card,
+    describe_entry,
+    find_workload,
+    known_workloads,
+)
+from precision_time.predictor.zoo import ZooEntry, find_entry
 from precision_time.storage.errors import InputError, UnknownNameError
 
 
@@ -67,7 +73,7 @@ def test_of_a_convolutional_network_that_is_not_known_the_rest_is_estimated_afte
     assert (work.parameter_tensors, work.forward_ops, work.backward_ops) == (160, 224, 179)
     assert (work.convolution_flops_share, work.attention_flops_share) == (1.0, 0.0)
     assert work.optimizer == "sgd_momentum"
-    assert work.profile is None
+    assert work.walks is None
 
 
 def test_of_a_transformer_it_is_estimated_after_transformers():
@@ -151,29 +157,84 @@ def test_a_longer_sequence_takes_more_than_its_share_of_attention():
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b16", "bert_base", "gpt2"])
-def test_a_network_with_a_card_is_described_as_rows_of_the_public_table_describe_it(name: str):
+def test_a_network_is_described_as_rows_of_the_public_table_describe_it(name: str):
     # or trees that learned from the table would meet blanks, and other FLOPs of BERT, where they expect what they know
     asked = find_workload(name)
     assert asked == describe_row(name, asked.task_input, None, None)
-    assert asked.activations_per_sample is not None
+    assert asked.walks is not None
 
 
-def test_a_network_without_a_card_is_the_counted_one():
-    assert find_workload("mlp") == known_workloads()["mlp"]
-    assert find_workload("mlp", task_input="1024").source == "counted"
+def entry_of(name: str, task_input: str = "") -> ZooEntry:
+    entry = find_entry(name, task_input)
+    assert entry is not None
+    return entry
+
+
+def test_a_network_of_the_zoo_is_what_its_walk_counted():
+    entry, work = entry_of("bert_base", "512"), find_workload("bert_base", task_input="512")
+    ahead, back = (
+        {quantity: entry.fp32.total(quantity, phase=phase) for quantity in ("flops", "bytes", "bytes_fixed", "ops")}
+        for phase in ("forward", "backward")
+    )
+    assert work.walks == {"fp32": entry.fp32, "amp": entry.amp}
+    assert (work.forward_flops_per_sample, work.backward_flops_per_sample) == (ahead["flops"], back["flops"])
+    assert (work.forward_bytes_per_sample, work.backward_bytes_per_sample) == (ahead["bytes"], back["bytes"])
+    assert (work.forward_bytes_fixed, work.backward_bytes_fixed) == (ahead["bytes_fixed"], back["bytes_fixed"])
+    assert (work.forward_ops, work.backward_ops) == (ahead["ops"], back["ops"])
+    assert (work.params, work.parameter_tensors) == (entry.params, entry.parameter_tensors)
+    assert (
+        work.attention_flops_share
+        == entry.fp32.total("flops", phase="forward", families=["attention"]) / (ahead["flops"])
+    )
+    # BERT-base: 12 layers of 2 x 4 x 512^2 x 768 / 2 FLOPs of attention scores and their sums
+    assert work.attention_flops_share * ahead["flops"] == pytest.approx(12 * 4 * 512**2 * 768, rel=1e-6)
+    assert (work.convolution_flops_share, work.kind, work.source) == (0.0, "language_encoder", "zoo")
+    assert (work.layers, work.hidden_size, work.heads, work.sequence_length) == (12, 768, 12, 512)
+
+
+def test_a_name_that_means_a_network_of_the_zoo_keeps_its_own_spelling():
+    work = find_workload("meta-llama/Llama-2-7b-hf")
+    assert work.name == "meta-llama/Llama-2-7b-hf"
+    assert work.walks == find_workload("llama2_7b").walks
+    assert work.network == find_workload("llama2_7b").network
+
+
+def test_of_a_recommender_of_the_zoo_the_tables_lie_elsewhere_and_the_dense_part_stays():
+    entry, work = entry_of("dlrm_large"), find_workload("dlrm_large")
+    dense = work.forward_flops_per_sample / 2
+    assert entry.params > 10**9 > work.params == round(dense)
+    assert work.walks is not None
+    for policy, whole in (("fp32", entry.fp32), ("amp", entry.amp)):
+        walk = work.walks[policy]
+        assert walk.total("flops") == whole.total("flops")
+        assert walk.total("bytes") == whole.total("bytes")
+        assert walk.gradient_bytes <= 4 * dense
+        # weights are read in both passes and their gradients written, which no share of the tables is taken from
+        assert walk.total("bytes_fixed") == pytest.approx(min(whole.total("bytes_fixed"), 12 * work.params))
+        assert walk.total("bytes_fixed") > 8 * dense
+    small = replace(entry, params=10**9)
+    assert describe_entry(small, name="dlrm_large").walks == {"fp32": entry.fp32, "amp": entry.amp}
+
+
+def test_a_workload_of_campaigns_is_in_the_zoo_with_what_was_counted():
+    found = find_workload("mlp")
+    assert replace(found, walks=None, source="counted") == known_workloads()["mlp"]
+    assert found.walks is not None
+    assert find_workload("mlp", task_input="1024") == found
 
 
 def test_the_usual_input_said_aloud_changes_nothing():
     assert find_workload("resnet50", task_input="224") == find_workload("resnet50")
 
 
-def test_a_workload_has_the_profile_of_its_card_and_so_has_a_measured_one():
-    shipped = find_card("resnet50")
-    assert shipped is not None
-    assert find_workload("resnet50").profile == find_profile(shipped) is not None
+def test_a_measured_workload_takes_the_walks_that_the_zoo_has_of_it():
     measured = replace(known_workloads()["resnet50"], params=25_000_000)
-    assert measured.profile is None
-    assert find_workload("resnet50", measured=[measured]) == replace(measured, profile=find_profile(shipped))
+    assert measured.walks is None
+    walks = find_workload("resnet50").walks
+    assert find_workload("resnet50", measured=[measured]) == replace(measured, walks=walks)
+    assert walks is not None
+    own = replace(measured, walks={name: walk.keep_weights(0.5) for name, walk in walks.items()})
+    assert find_workload("resnet50", measured=[own]) is own
 
 
 def test_a_measured_workload_answers_for_its_own_input_only():
@@ -207,7 +268,19 @@ def test_an_input_that_would_be_misread_is_refused(text):
         find_workload("resnet50", task_input=text)
 
 
-def test_a_card_with_its_profile_survives_its_dictionary():
-    card_of = find_workload("resnet101")
-    assert card_of.profile is not None
-    assert WorkloadFeatures.from_dict(card_of.to_dict()) == card_of
+def test_a_network_with_its_walks_survives_its_dictionary():
+    work = find_workload("resnet101")
+    assert work.walks is not None
+    assert WorkloadFeatures.from_dict(work.to_dict()) == work
+    with pytest.raises(InputError, match="workload card"):
+        WorkloadFeatures.from_dict(work.to_dict() | {"walks": {"fp32": work.walks["fp32"].to_columns()}})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("facebook/opt-125m", "language_decoder"), ("alexnet", "cnn"), ("qwen1_5_moe_a2_7b", "mixture_of_experts")],
+)
+def test_a_network_of_the_zoo_without_a_family_has_a_kind_by_what_it_is_made_of(name, kind):
+    found = find_workload(name)
+    assert (found.family, found.kind) == ("", kind)
+    assert found.optimizer == ("sgd_momentum" if kind == "cnn" else "adamw")

@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def test_a_workload_has_the_parameters_its_card_says(name):
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_the_shipped_card_is_what_counting_gives_now(name):
-    assert count_card(build_workload(name), name=name) == known_workloads()[name]
+    counted = count_card(build_workload(name), name=name)
+    assert counted.walks is not None
+    assert dataclasses.replace(counted, walks=None) == known_workloads()[name]
 
 
 @pytest.mark.parametrize("name", LIGHT)

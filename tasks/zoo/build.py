@@ -1,0 +1,280 @@
+"""Build the zoo: walk every network in supervised processes, resume where a run stopped, and write one Parquet file.
+
+python -m precision_time.tasks.zoo.build --scratch FOLDER [--workers 2] [--only TEXT] [--no-table]
+"""
+
+import argparse
+import functools
+import hashlib
+import importlib
+import json
+import multiprocessing
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from precision_time.tasks.zoo.networks import Network, count_buffer_bytes, count_params
+from precision_time.tasks.zoo.table import write_zoo
+
+__all__ = ["FACTORY", "build_zoo", "read_walks", "walk_network"]
+
+#: Where the networks come from: ``module:function``, called in every process.
+FACTORY = "precision_time.tasks.zoo.catalogue:list_networks"
+WALKS = "walks.jsonl"
+PROGRESS = "progress.txt"
+_WALKING = ("graph", "trace", "two_batches", "operations", "cuda_autocast", "cuda_kernels")
+#: A walk that takes longer is given up.
+LIMIT_S = 900.0
+#: Networks after which a process is replaced: what torch remembers of shapes only grows.
+WALKS_A_PROCESS = 120
+
+Report = Callable[[str], None]
+
+
+def walk_network(network: Network) -> dict[str, Any]:
+    """What the zoo keeps of one network, as plain values for JSON: counts of its module and both walks."""
+    from precision_time.predictor.graph import walk_both
+
+    start = time.monotonic()
+    built = network.build()
+    module = built.module
+    params = count_params(module)
+    if network.params and abs(params / network.params - 1.0) > network.tolerance:
+        difference = f"{params} parameters, expected {network.params:.0f}"
+    else:
+        difference = ""
+    built_s = time.monotonic() - start
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        walks = walk_both(module, built.make_batch, loss_of=built.loss_of)
+    return {
+        "builds": network.builds,
+        "params": params,
+        "trained_params": count_params(module, trained=True),
+        "parameter_tensors": sum(1 for parameter in module.parameters() if parameter.requires_grad),
+        "buffer_bytes": count_buffer_bytes(module),
+        "sizes": dict(built.sizes),
+        "difference": difference,
+        "uncounted": sorted({str(item.message) for item in caught if "no rule for its FLOPs" in str(item.message)}),
+        "fp32": walks["fp32"].to_columns(),
+        "amp": walks["amp"].to_columns(),
+        "code": walking_code(),
+        "build_s": round(built_s, 3),
+        "seconds": round(time.monotonic() - start, 3),
+    }
+
+
+@functools.cache
+def walking_code() -> str:
+    """A digest of the modules that walk, so that walks of two versions can be told apart."""
+    folder = resources.files("precision_time.predictor")
+    digest = hashlib.sha256()
+    for name in _WALKING:
+        digest.update(folder.joinpath(f"{name}.py").read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _load(factory: str) -> list[Network]:
+    module, _, function = factory.partition(":")
+    networks: list[Network] = getattr(importlib.import_module(module), function)()
+    return networks
+
+
+def _serve(connection: Any, factory: str) -> None:
+    """In a process of its own: answer each ``builds`` that arrives with its walk, or with why there is none."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    networks = {network.builds: network for network in _load(factory)}
+    connection.send("ready")
+    while (builds := connection.recv()) is not None:
+        try:
+            answer = walk_network(networks[builds])
+        # Whatever a network raises is a fact about that network, and must not stop its neighbours.
+        except Exception as error:
+            answer = {"builds": builds, "failure": f"{type(error).__name__}: {error}"[:500]}
+        try:
+            connection.send(answer)
+        except OSError:
+            return  # nobody waits for it any more
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A process that walks, and is replaced when it dies, hangs or has walked enough."""
+
+    factory: str
+    limit_s: float
+    process: Any = None
+    connection: Any = None
+    walked: int = 0
+
+    def walk(self, builds: str) -> dict[str, Any]:
+        if self.process is None or self.walked >= WALKS_A_PROCESS:
+            self.stop()
+            self.start()
+        self.walked += 1
+        try:
+            self.connection.send(builds)
+            if self.connection.poll(self.limit_s):
+                answer: dict[str, Any] = self.connection.recv()
+                return answer
+            reason = f"no walk within {self.limit_s:.0f} s"
+        except (EOFError, OSError):
+            self.process.join(10)
+            reason = f"its process ended with exit code {self.process.exitcode}"
+        self.stop(kill=True)
+        return {"builds": builds, "failure": reason}
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, far = context.Pipe()
+        self.process = context.Process(target=_serve, args=(far, self.factory), daemon=True)
+        self.process.start()
+        far.close()
+        self.walked = 0
+        if self.connection.recv() != "ready":
+            raise RuntimeError("a walking process gave no sign of life")
+
+    def stop(self, *, kill: bool = False) -> None:
+        if self.process is None:
+            return
+        if kill:
+            self.process.kill()
+        else:
+            self.connection.send(None)
+        self.process.join(30)
+        self.connection.close()
+        self.process = None
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The walks that are still to do, and the file of those that are done."""
+
+    pending: list[str]
+    path: Path
+    report: Report
+    total: int
+    done: int
+    failed: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    started: float = field(default_factory=time.monotonic)
+
+    def take(self) -> str | None:
+        with self.lock:
+            return self.pending.pop(0) if self.pending else None
+
+    def put(self, walk: dict[str, Any]) -> None:
+        with self.lock:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"code": walking_code()} | walk) + "\n")
+            self.done += 1
+            self.failed += "failure" in walk
+            told = walk.get("failure") or f"{walk['seconds']:.1f} s"
+            minutes = (time.monotonic() - self.started) / 60
+            counts = f"{self.done} of {self.total} walks, {self.failed} failed now, {minutes:.1f} min"
+            self.report(f"{counts}: {walk['builds']}: {told}")
+
+
+def read_walks(path: Path) -> dict[str, dict[str, Any]]:
+    """The walks of a scratch file by ``builds``; a last line that a crash cut short is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                walk = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            found[walk["builds"]] = walk
+    return found
+
+
+def build_zoo(
+    networks: Iterable[Network],
+    *,
+    scratch: Path,
+    factory: str = FACTORY,
+    workers: int = 2,
+    retry: bool = False,
+    keep: bool = False,
+    limit_s: float = LIMIT_S,
+    report: Report = print,
+) -> dict[str, dict[str, Any]]:
+    """Walk what ``scratch`` has no walk of yet; returns every walk, or failure, by ``builds``.
+
+    ``factory`` gives the same networks inside the walking processes. A network that fails, hangs or kills its process
+    is recorded with the reason; ``retry`` tries those again. Walks by other code are made again, unless ``keep``.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    path = scratch / WALKS
+    known = read_walks(path)
+    wanted = list(dict.fromkeys(network.builds for network in networks))
+    done = {
+        builds
+        for builds, walk in known.items()
+        if (keep or walk.get("code") == walking_code()) and not (retry and "failure" in walk)
+    }
+    pending = [builds for builds in wanted if builds not in done]
+    queue = _Queue(pending=pending, path=path, report=report, total=len(wanted), done=len(wanted) - len(pending))
+
+    def work() -> None:
+        worker = _Worker(factory=factory, limit_s=limit_s)
+        while (builds := queue.take()) is not None:
+            queue.put(worker.walk(builds))
+        worker.stop()
+
+    threads = [threading.Thread(target=work) for _ in range(min(workers, len(pending)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return read_walks(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command that rebuilds predictor/data/zoo.parquet."""
+    from precision_time.tasks.zoo.catalogue import list_zoo
+
+    parser = argparse.ArgumentParser(prog="python -m precision_time.tasks.zoo.build", description=__doc__)
+    parser.add_argument("--scratch", type=Path, default=Path(".zoo"), help="where walks are kept until all are done")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", default="", help="walk only networks whose name contains this; writes no table")
+    parser.add_argument("--retry", action="store_true", help="try again what failed before")
+    parser.add_argument("--keep", action="store_true", help="keep walks that another version of the code made")
+    parser.add_argument("--table-only", action="store_true", help="walk nothing, write the table from what was walked")
+    chosen = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    zoo = list_zoo()
+    networks = [network for network in zoo.networks if chosen.only in network.name]
+    chosen.scratch.mkdir(parents=True, exist_ok=True)
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+        (chosen.scratch / PROGRESS).write_text(line + "\n", encoding="utf-8")
+
+    if chosen.table_only:
+        walks = read_walks(chosen.scratch / WALKS)
+    else:
+        walks = build_zoo(
+            networks,
+            scratch=chosen.scratch,
+            workers=chosen.workers,
+            retry=chosen.retry,
+            keep=chosen.keep,
+            report=report,
+        )
+    if not chosen.only:
+        with resources.as_file(resources.files("precision_time.predictor").joinpath("data")) as folder:
+            print(write_zoo(zoo.networks, walks=walks, missing=zoo.missing, usual=zoo.usual, folder=folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

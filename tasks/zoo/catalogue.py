@@ -1,0 +1,59 @@
+"""Every network of the zoo, those of the public table first: what the builder walks, in its order."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from precision_time.tasks.zoo.detectors import list_detectors
+from precision_time.tasks.zoo.networks import Missing, Network
+from precision_time.tasks.zoo.own_networks import list_own
+from precision_time.tasks.zoo.table_networks import list_table_networks
+from precision_time.tasks.zoo.timm_networks import list_timm
+from precision_time.tasks.zoo.torchvision_detectors import list_torchvision_detectors
+from precision_time.tasks.zoo.torchvision_networks import list_torchvision
+from precision_time.tasks.zoo.transformers_networks import list_transformers
+
+__all__ = ["Zoo", "list_networks", "list_zoo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zoo:
+    """Networks by name and input, what of the public table has none, and the input of each name when none is told."""
+
+    networks: list[Network]
+    missing: list[Missing]
+    usual: dict[str, str]
+
+
+def list_networks() -> list[Network]:
+    """One network for each name and input, the public table's first; see ``list_zoo``."""
+    return list_zoo().networks
+
+
+def list_zoo() -> Zoo:
+    """The networks, those of the public table first; see ``Zoo``.
+
+    torchvision and timm know some names both: timm's keeps the name, the other's is listed as ``torchvision/NAME``.
+    """
+    table, missing = list_table_networks()
+    others = list(_others())
+    found: dict[tuple[str, str], Network] = {}
+    for network in (*table, *others):
+        found.setdefault((network.name, network.task_input), network)
+    usual: dict[str, str] = {}
+    for network in (*others, *table):
+        usual.setdefault(network.name, network.task_input)
+    return Zoo(networks=list(found.values()), missing=missing, usual=usual)
+
+
+def _others() -> Iterator[Network]:
+    yield from list_transformers()
+    yield from list_own()
+    yield from list_detectors()
+    yield from list_torchvision_detectors()
+    timm = list_timm()
+    names = {network.name for network in timm}
+    for network in list_torchvision():
+        if network.name in names:
+            network = replace(network, name=f"torchvision/{network.name}")
+        yield network
+    yield from timm

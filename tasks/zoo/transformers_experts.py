@@ -1,0 +1,81 @@
+"""Experts of transformers that shapes alone can follow: every expert gets as many tokens as every other."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["balance_experts", "count_active"]
+
+_NAME = "balanced"
+
+
+def balance_experts(module: nn.Module) -> None:
+    """Let every mixture of experts in ``module`` deal its tokens out evenly.
+
+    Which expert a token goes to depends on values; benchmarks force a balanced routing too. The router, the sorting of
+    tokens by expert and the weighted sum stay; the products of all experts are one batched product, whose work and
+    weights are those of grouped kernels.
+    """
+    config = getattr(module, "config", None)
+    if config is None or not any(hasattr(part, "_apply_gate") or _is_experts(part) for part in module.modules()):
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _run_balanced)
+    for part in module.modules():
+        its = getattr(part, "config", None)
+        if its is not None and hasattr(its, "_experts_implementation"):
+            its._experts_implementation = _NAME
+    config._experts_implementation = _NAME
+
+
+def count_active(module: nn.Module) -> dict[str, float]:
+    """``active_params``, those that one token passes through; nothing where there are no experts."""
+    config = getattr(module, "config", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    idle = 0.0
+    for part in module.modules():
+        if _is_experts(part) and chosen:
+            own = [parameter for parameter in part.parameters(recurse=False) if parameter.dim() > 1]
+            count = own[0].shape[0]
+            idle += sum(parameter.numel() for parameter in own) * (1 - min(chosen, count) / count)
+    if not idle:
+        return {}
+    return {"active_params": round(sum(parameter.numel() for parameter in module.parameters()) - idle)}
+
+
+def _is_experts(part: nn.Module) -> bool:
+    return hasattr(part, "down_proj") and isinstance(part.down_proj, nn.Parameter) and part.down_proj.dim() == 3
+
+
+def _run_balanced(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """[T, H] for ``hidden`` [T, H], ``chosen`` [T, K] and ``weights`` [T, K]: K experts of each token, even shares."""
+    tokens, width = hidden.shape
+    copies = chosen.shape[-1]
+    count = experts.num_experts
+    share = math.ceil(tokens * copies / count)
+    order = chosen.reshape(-1).argsort()
+    rows = hidden[order // copies]
+    if spare := count * share - len(rows):
+        rows = torch.cat([rows, rows.new_zeros(spare, width)])
+    grouped = rows.view(count, share, width)
+    biased = getattr(experts, "has_bias", False)
+    gated = getattr(experts, "has_gate", True)
+    up = "gate_up_proj" if gated else "up_proj"
+    inner = _multiply(grouped, experts, up, biased=biased)
+    inner = experts._apply_gate(inner) if gated else experts.act_fn(inner)
+    outer = _multiply(inner, experts, "down_proj", biased=biased)
+    outer = outer.reshape(count * share, -1)[: tokens * copies]
+    scaled = outer * weights.reshape(-1)[order].unsqueeze(-1)
+    back = torch.zeros_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return scaled[back].view(tokens, copies, -1).sum(1).to(hidden.dtype)
+
+
+def _multiply(rows: Tensor, experts: Any, name: str, *, biased: bool) -> Tensor:
+    weight = getattr(experts, name)
+    if not getattr(experts, "is_transposed", False):
+        weight = weight.transpose(1, 2)
+    product = torch.bmm(rows, weight)
+    return product + getattr(experts, f"{name}_bias").unsqueeze(1) if biased else product
