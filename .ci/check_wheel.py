@@ -12,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "precision_time"
 FOLDERS = {"flows", "tasks", "predictor", "casgd", "storage"}
+# Folders whose files are part of the package beside their code, by ending.
+TABLES_OF = {"casgd": (".cu",), "tasks/zoo": (".csv", ".toml")}
 DATA = "predictor/data/"
 BUNDLE = f"{DATA}bundled/"
 BUNDLED = {"manifest.json", "predictor.json", "trees.npz", "report.md"}
@@ -66,7 +68,7 @@ def belongs(name: str) -> bool:
     if name.startswith(DATA) or name == "py.typed":
         return True
     return (rest.endswith(".py") and (not folder or folder.partition("/")[0] in FOLDERS)) or (
-        folder == "casgd" and rest.endswith(".cu")
+        rest.endswith(TABLES_OF.get(folder, ()))
     )
 
 
