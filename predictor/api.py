@@ -164,11 +164,12 @@ def predict_time(
     resolution or sequence length than the model's usual one; ``activation_checkpointing`` ``none``, ``selective`` or
     ``full``; ``compiled`` whether the step is compiled; None where you do not know.
 
-    ``dataset_size`` counts samples. ``measured`` are iterations that you timed, of this model or on this GPU: rows,
-    a file of them, or a saved calibration (see ``calibrate``); they correct the answer and its interval.
-    ``network_bandwidth`` is that of one node in one direction with its unit (``25 Gbit/s``); ``hardware_file``
-    describes devices that are not shipped, in
-    the form of ``predictor/data/gpus.toml``. ``artifact`` names a published predictor (``name@version`` with the
+    ``dataset_size`` counts samples. ``measured`` are iterations that you timed, of this model or on this GPU: rows
+    (one without a model is of this one), a file of them, or a saved calibration (see ``calibrate``); they correct the
+    answer and its interval. ``network_bandwidth`` is that of one node in one direction with its unit (``25 Gbit/s``);
+    ``hardware_file`` describes devices that are not shipped, in the form of ``predictor/data/gpus.toml``.
+
+    ``artifact`` names a published predictor (``name@version`` with the
     registry's URL or folder before it); without one ``PRECISION_TIME_ARTIFACT`` and the configured registry are asked,
     and else the artifact that comes with the package answers. ``explain`` adds the closed form by part and the learned
     factors (``explanation``). ``allow_fallback`` answers for the nearest supported policy where the device lacks
@@ -240,7 +241,9 @@ def predict_time(
     closed = query.closed
     answers = answer_queries([query], published=published)
     if measured is not None:
-        calibration = kept or calibrate(measured, artifact=published, workloads=(setup.workload,), hardware=described)
+        calibration = kept or calibrate(
+            measured, artifact=published, workloads=(setup.workload,), hardware=described, asked=setup.workload
+        )
         answers = calibration.correct([query], answers)
     memory = estimate_memory(setup)
     warned = explain_memory(setup, memory)

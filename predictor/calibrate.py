@@ -34,8 +34,8 @@ LARGEST_FACTOR = 20.0
 #: The narrowest half width of a corrected interval where no artifact says how wide that of a known configuration is:
 #: 90 % of the shipped table's rows, predicted from its other configurations, lie within 21 %.
 _NARROWEST = 0.19
-#: A row with less weight in a correction is not worth naming.
-_SMALLEST_WEIGHT = 0.02
+#: Rows with less weight in all leave an answer as it is; one with a smaller share of the largest is not worth naming.
+_SMALLEST_WEIGHT, _SMALLEST_SHARE = 0.02, 0.1
 _MOST_NAMED = 3
 _FORM = 1
 
@@ -63,7 +63,7 @@ def _rules(answers: Answers, queries: Sequence[Query]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Calibration:
     """Measured rows and how errors hang together: corrects the answers of the artifact it was made with.
 
@@ -75,6 +75,14 @@ class Calibration:
     artifact_id: str | None
     effects: Mapping[str, Effect]
     narrowest: float = _NARROWEST
+
+    def __repr__(self) -> str:
+        asked = ", ".join(
+            f"{row.query.setup.workload.name} on {row.query.setup.hardware.name}: x{math.exp(row.log_error):.2f}"
+            for row in self.rows[:_MOST_NAMED]
+        )
+        more = f", and {len(self.rows) - _MOST_NAMED} more" if len(self.rows) > _MOST_NAMED else ""
+        return f"Calibration({len(self.rows)} rows against {self.artifact_id or 'the closed forms'}: {asked}{more})"
 
     @property
     def hardware(self) -> tuple[HardwareSpec, ...]:
@@ -215,6 +223,7 @@ def calibrate(
     artifact: str | PublishedPredictor | None = None,
     workloads: Sequence[WorkloadFeatures] = (),
     hardware: Sequence[HardwareSpec] = (),
+    asked: WorkloadFeatures | None = None,
 ) -> Calibration:
     """What measured iterations tell of other questions: a correction by how alike they are, from one row on.
 
@@ -224,7 +233,8 @@ def calibrate(
     job), and may say ``gpus``, ``nodes``, ``strategy``, ``gradient_accumulation_steps``, ``task_input``, ``framework``,
     ``compiled``, ``activation_checkpointing`` and ``network_bandwidth``, as ``predict_time`` does. A path to JSON is
     taken as a calibration that was saved. ``artifact`` is what the answers to be corrected come from, as in
-    ``predict_time``; ``workloads`` and ``hardware`` describe what is not shipped.
+    ``predict_time``; ``workloads`` and ``hardware`` describe what is not shipped; ``asked`` is the model of rows that
+    name none.
 
     How far a row reaches depends on its likeness (network, chip, framework and code, precision, input, batch, GPUs)
     and on how far the question is from the training data: the answer for a network of a new family moves nearly as
@@ -243,7 +253,9 @@ def calibrate(
     if isinstance(measurements, str | Path) and str(measurements).casefold().endswith(".json"):
         return load_calibration(measurements).rebase(published)
     carried = (published.workloads, published.hardware) if published is not None else ((), ())
-    rows = read_measured_rows(measurements, workloads=(*carried[0], *workloads), hardware=(*carried[1], *hardware))
+    rows = read_measured_rows(
+        measurements, workloads=(*carried[0], *workloads), hardware=(*carried[1], *hardware), asked=asked
+    )
     return _hold_against(rows, published)
 
 
@@ -290,10 +302,13 @@ def _is_closed(rule: str) -> bool:
 
 def _tell(rows: Sequence[MeasuredRow], weights: Any, shift: float) -> str:
     """By which rows an answer was corrected, and by how much."""
-    told = [row for row, weight in zip(rows, weights, strict=True) if abs(weight) >= _SMALLEST_WEIGHT]
-    if not told:
+    sizes = [abs(float(weight)) for weight in weights]
+    told = [row for row, size in zip(rows, sizes, strict=True) if size >= _SMALLEST_SHARE * max(sizes)]
+    if sum(sizes) < _SMALLEST_WEIGHT:
         return "no measured row is like this question: it is answered as without them"
-    counts = Counter(f"{network_of(row.query.setup)} on {row.query.setup.hardware.name}" for row in told)
+    counts = Counter(
+        f"{network_of(row.query.setup).removeprefix('own:')} on {row.query.setup.hardware.name}" for row in told
+    )
     subject = f"{len(told)} measured row{'s' if len(told) > 1 else ''}"
     if len(counts) == 1:
         subject += f" of {next(iter(counts))}"

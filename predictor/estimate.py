@@ -110,7 +110,7 @@ class TimeEstimate:
         if self.epoch_time_s is not None:
             lines.append(("epoch", format_duration(self.epoch_time_s)))
         if self.memory_bytes is not None:
-            most = f"at most batch {self.largest_batch}" if self.largest_batch else "no batch fits"
+            most = f"at most {self.largest_batch:,} samples a micro-step" if self.largest_batch else "no batch fits"
             lines.append(("memory", f"{self.memory_bytes / 1e9:.3g} GB a GPU, {most}"))
         lines.append(("regime", self.regime))
         lines.append(("answered by", self.artifact_id or "the closed forms"))

@@ -43,13 +43,18 @@ _UNITS = "the seconds of one optimizer step"
 
 
 def read_measured_rows(
-    measurements: object, *, workloads: Sequence[WorkloadFeatures] = (), hardware: Sequence[HardwareSpec] = ()
+    measurements: object,
+    *,
+    workloads: Sequence[WorkloadFeatures] = (),
+    hardware: Sequence[HardwareSpec] = (),
+    asked: WorkloadFeatures | None = None,
 ) -> list[tuple[TrainingSetup, float]]:
     """Setups and measured seconds of an iteration, in the order of the rows.
 
     ``measurements`` is a path to a CSV or Parquet file or a pandas DataFrame (columns by the names in ``FIELDS`` or
     those of the public table; further ones are ignored), or a sequence of mappings (names in ``FIELDS``) or
-    ``Measurement`` records. ``workloads`` and ``hardware`` are found before what is shipped.
+    ``Measurement`` records. ``workloads`` and ``hardware`` are found before what is shipped; a row that names no
+    model is of ``asked``.
 
     Raises ``InputError`` for no row, a wrong type, or a value that cannot be used, and ``UnknownNameError`` for a name
     that is not known, both naming the row (the first is 1); for a file also what ``read_table`` raises.
@@ -57,6 +62,8 @@ def read_measured_rows(
     rows: list[tuple[TrainingSetup, float]] = []
     for number, row in enumerate(_list_rows(measurements), start=1):
         try:
+            if asked is not None and _is_blank(row.get("model")) and _is_blank(row.get("workload")):
+                row = {**row, "workload": asked}
             rows.append(_read_row(row, workloads=workloads, hardware=hardware))
         except PrecisionTimeError as error:
             name_row(error, number)

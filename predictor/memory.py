@@ -250,14 +250,17 @@ def estimate_memory(setup: TrainingSetup) -> MemoryEstimate:
         workspace_bytes=rank.workspace,
         total_bytes=rank.standing + max(moment.at(setup.batch_size) for moment in rank.moments),
         device_bytes=device_bytes,
-        largest_batch=_fit_batch(rank, device_bytes),
+        largest_batch=largest_batch(setup),
         how_known=rank.how_known,
     )
 
 
 def largest_batch(setup: TrainingSetup) -> int | None:
     """The largest batch of a micro-step of one replica that fits; None when not even one sample does."""
-    return _fit_batch(_describe_rank(setup), _device_bytes(setup))
+    # A full pipeline, whatever the number of micro-steps that is asked about.
+    steps = max(setup.gradient_accumulation_steps, setup.layout.pipeline)
+    full = dataclasses.replace(setup, gradient_accumulation_steps=steps)
+    return _fit_batch(_describe_rank(full), _device_bytes(setup))
 
 
 def _offer_changes(setup: TrainingSetup) -> Iterator[tuple[str, TrainingSetup]]:

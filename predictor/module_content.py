@@ -29,7 +29,7 @@ def _name(kind: Any) -> str:
 
 
 def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
 
 
 def _describe_tensor(tensor: Any) -> str:

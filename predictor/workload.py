@@ -237,7 +237,9 @@ def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
     What a walk cannot tell (family and kind, the usual optimizer, sizes that the zoo leaves out) comes from the lists
     of names and cards.
     """
-    family = find_family(name) or find_family(entry.name)
+    # where timm has the name too, torchvision's twin goes by its library
+    own_name = entry.name.removeprefix("torchvision/")
+    family = find_family(name.removeprefix("torchvision/")) or find_family(own_name)
     card = find_card(name, entry.task_input) or find_card(entry.name, entry.task_input)
     kind = family.kind if family else _guess_kind(entry)
     params, walks = entry.params, {"fp32": entry.fp32, "amp": entry.amp}
@@ -249,7 +251,7 @@ def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
         name=name,
         family=family.family if family else "",
         kind=kind,
-        network=_network_of(find_family(entry.name) or family, entry),
+        network=_network_of(find_family(own_name) or family, entry),
         task_input=entry.task_input,
         optimizer=(card.optimizer if card is not None else "")
         or ("adamw" if kind in ATTENTION_KINDS else "sgd_momentum"),

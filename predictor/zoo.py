@@ -239,6 +239,7 @@ def _resize(entry: ZooEntry, ratio: float, *, task_input: str) -> ZooEntry:
     )
 
 
+_COCO = re.compile(r"800\D{1,40}1333")
 _SIDES = re.compile(r"(?<![0-9A-Za-z])[1-9][0-9]{0,5}(?:x[1-9][0-9]{0,5})+")
 _NUMBER = re.compile(
     r"(?:^\s*|\bseq(?:uence)?(?:[ _]length)? |\btgt_len |\bsegments of )([1-9][0-9]{0,8})(?:\.0+)?(?=$|\s|,)"
@@ -250,7 +251,7 @@ def read_size(text: str) -> float | None:
 
     Channels (up to 4) do not count. Sets of images of many sizes (``~800x1333``) mean their usual padded size.
     """
-    if "1333" in text:
+    if _COCO.search(text):
         return _COCO_SIDE
     if found := _SIDES.search(text):
         sides = [float(side) for side in found.group(0).split("x")]

@@ -75,3 +75,39 @@ def test_an_answer_tells_memory_and_warns_first_of_a_batch_that_does_not_fit():
     assert too_many.largest_batch == fits.largest_batch
     assert "out of memory" in too_many.reasons[0]
     assert predict_time(**ASKED, batch_size=fits.largest_batch).memory_fits
+
+
+def test_a_row_without_a_model_is_of_the_model_that_is_asked_about():
+    card = {"params": 25.6e6, "forward_flops": 8.2e9, "name": "mine"}
+    asked = {"model": card, "precision": "tf32", "gpu": "A100", "batch_size": 64}
+    plain = predict_time(**asked).iteration_time_s
+    row = {"gpu": "A100", "precision": "tf32", "batch_size": 64, "iteration_time_s": 2 * plain}
+    told = predict_time(**asked, measured=[row])
+    assert told.iteration_time_s == pytest.approx(2 * plain, rel=0.2)
+    assert any("measured row of mine" in reason for reason in told.reasons)
+
+
+def test_many_equal_rows_are_told_as_what_corrected_the_answer():
+    plain = predict_time(**ASKED, batch_size=64).iteration_time_s
+    told = predict_time(
+        **ASKED, batch_size=64, measured=[ASKED | {"batch_size": 64, "iteration_time_s": 1.5 * plain}] * 60
+    )
+    assert told.iteration_time_s > 1.2 * plain
+    assert any("calibrated by 60 measured rows of resnet50" in reason for reason in told.reasons)
+
+
+def test_a_calibration_tells_its_rows_in_one_line():
+    shown = repr(calibrate([ASKED | {"batch_size": 64, "iteration_time_s": 0.05}] * 5))
+    assert shown.startswith("Calibration(5 rows against the closed forms: resnet50 on A100-SXM4-80GB: x")
+    assert len(shown) < 300
+
+
+def test_the_largest_batch_of_a_pipeline_is_of_a_micro_step_whatever_batch_is_asked():
+    asked = {
+        "model": "llama2_70b",
+        "precision": "bf16-mixed",
+        "gpu": "A100-SXM4-80GB",
+        "gpus": 64,
+        "strategy": "tp8-pp8",
+    }
+    assert len({predict_time(**asked, batch_size=batch).largest_batch for batch in (1, 3, 8, 64)}) == 1

@@ -269,8 +269,11 @@ def test_the_largest_batch_fits_and_one_sample_more_does_not(
     batch = largest_batch(setup)
     assert batch is not None
     assert estimate_memory(setup).largest_batch == batch
-    assert estimate_memory(dataclasses.replace(setup, batch_size=batch)).fits
-    assert not estimate_memory(dataclasses.replace(setup, batch_size=batch + 1)).fits
+    # of a full pipeline, however many micro-steps are asked about
+    full = dataclasses.replace(setup, gradient_accumulation_steps=setup.layout.pipeline)
+    assert largest_batch(full) == batch
+    assert estimate_memory(dataclasses.replace(full, batch_size=batch)).fits
+    assert not estimate_memory(dataclasses.replace(full, batch_size=batch + 1)).fits
 
 
 def test_no_batch_fits_a_model_that_is_too_large() -> None:

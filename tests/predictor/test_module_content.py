@@ -151,3 +151,8 @@ def test_an_extra_repr_that_fails_is_no_obstacle():
             raise RuntimeError("no")
 
     assert key(Broken(2, 2))
+
+
+def test_a_scripted_module_and_the_class_of_tensors_are_told_too() -> None:
+    assert describe_value(torch.Tensor) == "torch.Tensor"
+    assert describe_module(torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.ReLU())))

@@ -284,3 +284,8 @@ def test_a_network_of_the_zoo_without_a_family_has_a_kind_by_what_it_is_made_of(
     found = find_workload(name)
     assert (found.family, found.kind) == ("", kind)
     assert found.optimizer == ("sgd_momentum" if kind == "cnn" else "adamw")
+
+
+def test_the_twin_of_another_library_is_the_same_network():
+    twin, own = find_workload("torchvision/resnet50"), find_workload("resnet50")
+    assert (twin.network, twin.family, twin.kind) == (own.network, own.family, own.kind)

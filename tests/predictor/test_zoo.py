@@ -203,3 +203,9 @@ def test_a_look_up_loads_neither_torch_nor_pandas():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_only_an_input_of_coco_means_its_padded_size():
+    coco = read_size("COCO images (short side 800, long side max 1333)")
+    assert coco == read_size("~800x1333") == pytest.approx(math.sqrt(800 * 1088))
+    assert read_size("1333") == read_size("1333x1333") == 1333
