@@ -120,7 +120,7 @@ def test_a_larger_batch_or_more_flops_never_take_less_time(model, device):
 
 def test_passes_match_the_roofline_worked_by_hand():
     model = dataclasses.replace(
-        find_workload("mlp"),
+        known_workloads()["mlp"],
         forward_flops_per_sample=0.55e12,
         backward_flops_per_sample=1.1e12,
         forward_bytes_per_sample=0.0,
