@@ -24,14 +24,15 @@ from precision_time.predictor.walk import POLICIES, Walk
 from precision_time.predictor.workload import WorkloadFeatures, walked_fields
 from precision_time.storage.errors import InputError
 
-__all__ = ["count_workload", "walk_both", "walk_module"]
+__all__ = ["VALUES_NEEDED", "count_workload", "walk_both", "walk_module"]
 
 LossOf = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 #: Two batch sizes give a line; above 1, since a dimension of one broadcasts and batch norm refuses a single value.
 BATCHES = (2, 4)
 
-_VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+#: What a fake tensor raises where an operation needs values; the walk then runs the module for real.
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class _Copy:
@@ -203,7 +204,7 @@ def _walk(
 
     try:
         return walk_copy(real=False)
-    except _VALUES_NEEDED as error:
+    except VALUES_NEEDED as error:
         if any(tensor.is_meta or not _is_real(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise InputError(
                 "a module looks at values that it has not got",

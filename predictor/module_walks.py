@@ -7,14 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.utils._pytree import tree_leaves, tree_map
 
-from precision_time.predictor.graph import walk_both
+from precision_time.predictor.graph import VALUES_NEEDED, walk_both
 from precision_time.predictor.module_content import describe_module, describe_value
 from precision_time.predictor.walk import Walk
 from precision_time.predictor.walk_cache import (
@@ -29,8 +24,6 @@ from precision_time.storage.errors import InputError, PrecisionTimeError
 
 __all__ = ["count_module", "count_training", "loss_of_output", "make_sample"]
 
-#: What a fake tensor raises where an operation needs values; the walk then runs the module for real.
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _STAND_IN = "the mean of what the module returns stands in for its loss: give loss= for your own"
 _CHECKED_BATCH = 2
 _UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"))
@@ -171,7 +164,7 @@ class _Runner:
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
         try:
             loss = self.compute_loss(module, batch)
-        except _NEEDS_VALUES as error:
+        except VALUES_NEEDED as error:
             self.needed_values = True
             if not self.hollow:
                 raise

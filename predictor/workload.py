@@ -10,7 +10,7 @@ from typing import Any
 
 from precision_time.predictor.cards import Card, Family, find_card, find_family, guess_kind, listed_models
 from precision_time.predictor.walk import POLICIES, Walk
-from precision_time.predictor.zoo import ZooEntry, find_entry, zoo_names
+from precision_time.predictor.zoo import SIZES, ZooEntry, find_entry, zoo_names
 from precision_time.storage.errors import InputError, UnknownNameError
 
 __all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "describe_entry", "find_workload",
@@ -242,11 +242,11 @@ def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
     family = find_family(name.removeprefix("torchvision/")) or find_family(own_name)
     card = find_card(name, entry.task_input) or find_card(entry.name, entry.task_input)
     kind = family.kind if family else _guess_kind(entry)
-    params, walks = entry.params, {"fp32": entry.fp32, "amp": entry.amp}
+    params, walks = entry.params, _walks_of(entry)
     if kind == "recommendation" and params > _SHARDED_TABLE_PARAMS:
         params = max(1, round(entry.fp32.total("flops", phase="forward") / 2))
         walks = {policy: _keep_dense(found, params) for policy, found in walks.items()}
-    sizes: dict[str, Any] = {field_name: _size_of(entry, card, field_name) for field_name in _SIZES}
+    sizes: dict[str, Any] = {field_name: _size_of(entry, card, field_name) for field_name in SIZES}
     return WorkloadFeatures(
         name=name,
         family=family.family if family else "",
@@ -269,10 +269,6 @@ def _keep_dense(walk: Walk, params: int) -> Walk:
     return replace(kept, gradient_bytes=min(walk.gradient_bytes, 4.0 * params))
 
 
-_SIZES = ("layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab", "sequence_length", "experts",
-          "active_experts", "active_params")  # fmt: skip
-
-
 #: From this length on a text model without a family is taken for a decoder: encoders end at 512 tokens.
 _DECODER_LENGTH = 1024
 
@@ -282,7 +278,7 @@ def _guess_kind(entry: ZooEntry) -> str:
         if "experts" in entry.sizes:
             return "mixture_of_experts"
         return "language_decoder" if entry.sizes.get("sequence_length", 0) >= _DECODER_LENGTH else "language_encoder"
-    told = walked_fields({"fp32": entry.fp32, "amp": entry.amp})
+    told = walked_fields(_walks_of(entry))
     return guess_kind(convolution_share=told["convolution_flops_share"], attends=told["attention_flops_share"] > 0)
 
 

@@ -14,14 +14,15 @@ from precision_time.predictor.walk import Walk
 from precision_time.storage.columns import ColumnFile
 from precision_time.storage.errors import InputError, IntegrityError
 
-__all__ = ["SIZES", "ZooEntry", "ZooTable", "find_entry", "find_name", "zoo_names"]
+__all__ = ["COUNTS", "SIZES", "ZooEntry", "ZooTable", "find_entry", "find_name", "zoo_names"]
 
 #: Sizes that an entry may know.
 SIZES = (
     "layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab", "sequence_length", "experts", "active_experts",
     "active_params",
 )  # fmt: skip
-_COUNTS = ("params", "trained_params", "parameter_tensors", "buffer_bytes")
+#: Whole numbers that every entry knows.
+COUNTS = ("params", "trained_params", "parameter_tensors", "buffer_bytes")
 
 #: Endings of published names that leave the network as it is.
 _ENDINGS = re.compile(r"_(?:hf|chat|instruct|it|pt|base_hf|uncased|v0_[1-9]|yaml|bf16|fp16)$")
@@ -78,7 +79,7 @@ class ZooTable:
 
     @functools.cached_property
     def _numbers(self) -> dict[str, Any]:
-        columns = [*_COUNTS, *SIZES, "usual", "same_as"]
+        columns = [*COUNTS, *SIZES, "usual", "same_as"]
         return {column: self._file.numbers(column) for column in columns}
 
     @functools.cached_property
@@ -100,7 +101,7 @@ class ZooTable:
         try:
             same = int(self._numbers["same_as"][row])
             place = row if same < 0 else same
-            values = {column: int(self._numbers[column][place]) for column in _COUNTS}
+            values = {column: int(self._numbers[column][place]) for column in COUNTS}
             sizes = {column: int(self._numbers[column][place]) for column in SIZES}
             return ZooEntry(
                 name=network,

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from precision_time.predictor.walk import POLICIES
+from precision_time.predictor.zoo import COUNTS, SIZES
 from precision_time.storage.columns import encode_columns
 from precision_time.tasks.zoo.networks import Missing, Network
 
 __all__ = ["make_columns", "write_zoo"]
 
-#: Whole numbers of every row; sizes are 0 where they are not known.
-COUNTS = ("params", "trained_params", "parameter_tensors", "buffer_bytes")
-SIZES = (
-    "layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab", "sequence_length", "experts", "active_experts",
-    "active_params",
-)  # fmt: skip
 _MISSING = ("name", "task_input", "rows", "reason")
 
 
@@ -57,7 +52,8 @@ def make_columns(
     """The table by column, rows sorted by name and input.
 
     Names of one network share a walk: ``same_as`` is the row that has it, -1 in that row itself; the others hold zeros
-    in its columns. ``usual`` is 1 in the row that stands for a name when no input is told.
+    in its columns. ``usual`` is 1 in the row that stands for a name when no input is told. Sizes are 0
+    where they are not known.
     """
     ready = [network for network in networks if "fp32" in walks.get(network.builds, {})]
     ready.sort(key=lambda network: (network.name, network.task_input))
