@@ -61,6 +61,7 @@ def find_timm(
     config = timm.get_pretrained_cfg(rename.timm_name)
     channels, height, width = config.input_size if config is not None else (3, 224, 224)
     options = {"num_classes": CLASSES, **rename.options}
+    height, width = (options.get("img_size", pixels) for pixels in (height, width))
     if side is not None and (height, width) != (side, side):
         height = width = round(side)
         if config is not None and config.fixed_input_size:
