@@ -81,7 +81,7 @@ def probe_device(device: str = "auto", *, seconds: float = 3.0) -> ProbeReport:
     """
     if device not in DEVICES:
         raise InputError("device is not usable", got=repr(device), expected=f"one of {', '.join(DEVICES)}")
-    # As the ranks of a campaign run: see tasks/profile.py.
+    # As the ranks of a campaign run: see tasks/rank_process.py.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -283,7 +283,8 @@ def time_settings(model: str, settings: Sequence[Setting], *, report: ProbeRepor
 def _time_cell(cell: GridCell, *, report: ProbeReport, limits: MeasurementLimits, scratch: Path) -> list[float]:
     """Seconds of the measured iterations of ``cell``; raises ``PrecisionTimeError``."""
     # Dask comes with it, which the rest does without.
-    from precision_time.tasks.profile import assign_devices, run_rank
+    from precision_time.tasks.profile import assign_devices
+    from precision_time.tasks.rank_process import run_rank
 
     environment = report.environment
     devices: tuple[str, ...] = ()

@@ -14,7 +14,8 @@ from precision_time.storage.schema import Environment, GridCell
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks import profile
 from precision_time.tasks.job import MeasurementLimits
-from precision_time.tasks.profile import assign_devices, end_ranks, profile_cell
+from precision_time.tasks.profile import assign_devices, profile_cell
+from precision_time.tasks.rank_process import end_ranks
 from precision_time.tasks.record import read_fragments, record_cell
 
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2, backend="gloo")
