@@ -15,6 +15,8 @@ __all__ = ["REGIMES", "TrainingDomain", "network_of"]
 REGIMES = ("known", "new pair", "new gpu", "new model", "new family", "new model and gpu", "beyond scale")
 
 _MOST_NAMES = 6
+#: A sample may take so many times more, or fewer, FLOPs than the measured ones before its input counts as another.
+_SAME_INPUT = 1.5
 
 
 def network_of(setup: TrainingSetup) -> str:
@@ -32,7 +34,10 @@ def _list_names(names: Sequence[str], *, near: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDomain:
-    """What the training data covered; ``networks`` and ``batch_sizes`` go by the one name of each network."""
+    """What the training data covered, by the one name of each network.
+
+    ``batch_sizes`` and ``sample_flops`` are the least and the most, the latter in FLOPs of one sample's forward pass.
+    """
 
     networks: tuple[str, ...]
     families: tuple[str, ...]
@@ -41,6 +46,7 @@ class TrainingDomain:
     max_world_size: int
     max_accumulation_steps: int
     batch_sizes: dict[str, tuple[int, int]]
+    sample_flops: dict[str, tuple[float, float]]
     #: networks that were measured on each GPU
     networks_of: dict[str, tuple[str, ...]]
 
@@ -48,12 +54,16 @@ class TrainingDomain:
     def of(cls, observations: Iterable[Observation]) -> "TrainingDomain":
         """The domain spanned by ``observations``."""
         batches: dict[str, tuple[int, int]] = {}
+        flops: dict[str, tuple[float, float]] = {}
         together: dict[str, set[str]] = {}
         setups = [seen.setup for seen in observations]
         for setup in setups:
             name, size = network_of(setup), setup.batch_size
             low, high = batches.get(name, (size, size))
             batches[name] = (min(low, size), max(high, size))
+            work = setup.workload.forward_flops_per_sample
+            least, most = flops.get(name, (work, work))
+            flops[name] = (min(least, work), max(most, work))
             together.setdefault(setup.hardware.name, set()).add(name)
         return cls(
             networks=tuple(sorted(batches)),
@@ -63,6 +73,7 @@ class TrainingDomain:
             max_world_size=max(setup.world_size for setup in setups),
             max_accumulation_steps=max(setup.gradient_accumulation_steps for setup in setups),
             batch_sizes=batches,
+            sample_flops=flops,
             networks_of={name: tuple(sorted(seen)) for name, seen in sorted(together.items())},
         )
 
@@ -76,6 +87,7 @@ class TrainingDomain:
             low, high = self.batch_sizes[network]
             if not low <= setup.batch_size <= high:
                 gaps.append(f"batch {setup.batch_size} is outside the measured {low} to {high}")
+            gaps.extend(self._list_input_gap(setup))
         if setup.hardware.name not in self.gpus:
             gaps.append(
                 f"{setup.hardware.name} was never measured, only {_list_names(self.gpus, near=setup.hardware.name)}"
@@ -89,6 +101,16 @@ class TrainingDomain:
         if setup.gradient_accumulation_steps > self.max_accumulation_steps:
             gaps.append(f"at most {self.max_accumulation_steps} micro-steps in an iteration were measured")
         return gaps
+
+    def _list_input_gap(self, setup: TrainingSetup) -> list[str]:
+        """In words, that the input of a measured network is another than the measured ones."""
+        work = setup.workload.forward_flops_per_sample
+        least, most = self.sample_flops.get(network_of(setup), (work, work))
+        if least / _SAME_INPUT <= work <= most * _SAME_INPUT:
+            return []
+        asked = f"input {setup.workload.task_input}" if setup.workload.task_input else "the input"
+        spanned = f"{least / 1e9:.3g}" + (f" to {most / 1e9:.3g}" if most > least else "")
+        return [f"{asked} takes {work / 1e9:.3g} GFLOP a sample, outside the measured {spanned}"]
 
     def covers_kind(self, setup: TrainingSetup) -> bool:
         """Whether a device of its kind, CPU or GPU, was measured at all."""
@@ -121,5 +143,8 @@ class TrainingDomain:
             max_world_size=int(values["max_world_size"]),
             max_accumulation_steps=int(values["max_accumulation_steps"]),
             batch_sizes={str(name): (int(low), int(high)) for name, (low, high) in values["batch_sizes"].items()},
+            sample_flops={
+                str(name): (float(least), float(most)) for name, (least, most) in values["sample_flops"].items()
+            },
             networks_of={str(name): tuple(map(str, seen)) for name, seen in values["networks_of"].items()},
         )

@@ -108,32 +108,32 @@ def _effect(variance: float, repeat: float, **correlations: float) -> Effect:
 #: with the factors below 0.995.
 SHIPPED_EFFECTS: dict[str, Effect] = {
     "known": _effect(
-        0.0165, 0.796, any=0.828, network=0.436, family=0.0, gpu=0.084, framework=0.001, code=0.865,
-        precision=0.494, batch=0.800, ranks=0.770,
+        0.0162, 0.791, network=0.423, family=0.0, gpu=0.098, framework=0.001, code=0.618, precision=0.240,
+        batch=0.785, ranks=0.513,
     ),
     "new pair": _effect(
-        0.0311, 0.891, any=0.873, network=0.542, family=0.0, chip=0.508, gpu=0.561, framework=0.546, code=0.825,
-        precision=0.572, input=0.906, batch=0.952, ranks=0.935,
+        0.0272, 0.879, any=0.752, network=0.640, family=0.0, chip=0.564, gpu=0.783, framework=0.714,
+        code=0.929, precision=0.689, input=0.735, batch=0.950, ranks=0.905,
     ),
     "new model": _effect(
-        0.0523, 0.963, any=0.804, network=0.768, family=0.0, chip=0.985, gpu=0.800, framework=0.626, code=0.976,
-        precision=0.752, input=0.785, batch=0.868,
+        0.0421, 0.958, any=0.800, network=0.817, family=0.0, chip=0.965, gpu=0.724, framework=0.669,
+        code=0.920, precision=0.787, input=0.792, batch=0.928, ranks=0.977,
     ),
     "new family": _effect(
-        0.1072, 0.973, any=0.870, network=0.847, family=0.0, chip=0.827, gpu=0.853, framework=0.702, code=0.898,
-        precision=0.730, input=0.961, batch=0.927,
+        0.0855, 0.969, any=0.872, network=0.854, family=0.0, chip=0.827, gpu=0.828, framework=0.648,
+        code=0.854, precision=0.784, input=0.984, batch=0.930, ranks=0.978,
     ),
     "new gpu": _effect(
-        0.0736, 0.875, network=0.437, family=0.814, chip=0.0, gpu=0.626, framework=0.338, code=0.776,
-        precision=0.637, input=0.793,
+        0.0649, 0.873, network=0.438, family=0.995, chip=0.0, gpu=0.686, framework=0.130, code=0.805,
+        precision=0.749, input=0.622, batch=0.989, ranks=0.990,
     ),
     "beyond scale": _effect(
-        0.0888, 0.915, family=0.0, gpu=0.828, framework=0.729, code=0.803, precision=0.959, input=0.787,
-        batch=0.963, ranks=0.888,
+        0.1478, 0.955, any=0.989, family=0.0, gpu=0.787, framework=0.797, code=0.861, input=0.840,
+        batch=0.963, ranks=0.821,
     ),
     "closed forms": _effect(
-        0.2531, 0.985, any=0.887, network=0.902, family=0.425, chip=0.854, gpu=0.920, framework=0.751, code=0.875,
-        precision=0.722, batch=0.968, ranks=0.969,
+        0.1364, 0.974, any=0.840, network=0.881, family=0.215, chip=0.857, gpu=0.916, framework=0.605,
+        code=0.760, precision=0.631, batch=0.971, ranks=0.954,
     ),
     # An assumption, since no table of CPUs is shipped: 90 % of hosts within a factor of 3, and nearly the same factor
     # for all networks and precisions on one host.

@@ -16,7 +16,7 @@ import optuna
 from precision_time.predictor.features import SETUP_FEATURES, feature_matrix
 from precision_time.predictor.learner import boost, choose_parameters
 from precision_time.predictor.leave_out import SPLITS
-from precision_time.predictor.observations import Observation, observe_table
+from precision_time.predictor.observations import Observation, observe_table, weigh_rows
 from precision_time.predictor.public_table import load_public_table
 from precision_time.predictor.splits import split_by_group
 from precision_time.predictor.trees import flatten_xgboost
@@ -37,6 +37,7 @@ def main(trials: int) -> None:
     rows = [seen for seen in observations if in_tuning_half(seen)]
     matrix = feature_matrix([seen.query.row for seen in rows], SETUP_FEATURES)
     residual = np.log([seen.measurement.iteration_time_s / seen.closed.iteration_time_s for seen in rows])
+    weights = weigh_rows(rows)
     folds = [
         split_by_group([SPLITS[name].group(seen) for seen in rows], folds=FOLDS, seed=SEED) for name in TUNED_SPLITS
     ]
@@ -51,13 +52,16 @@ def main(trials: int) -> None:
             "lambda": trial.suggest_float("lambda", 0.3, 20.0, log=True),
             "subsample": trial.suggest_float("subsample", 0.5, 0.95),
             "colsample_bytree": trial.suggest_float("colsample_bytree", 0.1, 0.8),
+            "huber_slope": trial.suggest_float("huber_slope", 0.05, 0.5, log=True),
         }
         errors = []
         for split, numbers in zip(TUNED_SPLITS, folds, strict=True):
             of_split = []
             for number in range(FOLDS):
                 taught = numbers != number
-                model = boost(matrix[taught], residual[taught], parameters=parameters, seed=SEED)
+                model = boost(
+                    matrix[taught], residual[taught], parameters=parameters, seed=SEED, weights=weights[taught]
+                )
                 predicted = flatten_xgboost(model, keep_cover=False).predict(matrix[~taught])
                 of_split.append(np.abs(residual[~taught] - predicted))
             errors.append(float(np.concatenate(of_split).mean()))
@@ -67,8 +71,9 @@ def main(trials: int) -> None:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=SEED))
-    study.enqueue_trial({name: choose_parameters(len(observations))[name] for name in (
-        "rounds", "max_depth", "eta", "min_child_weight", "lambda", "subsample", "colsample_bytree")})  # fmt: skip
+    searched = ("rounds", "max_depth", "eta", "min_child_weight", "lambda", "subsample", "colsample_bytree",
+                "huber_slope")  # fmt: skip
+    study.enqueue_trial({name: choose_parameters(len(observations))[name] for name in searched})
     study.optimize(
         loss,
         n_trials=trials,

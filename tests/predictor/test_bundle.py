@@ -24,7 +24,7 @@ def _no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_call_of_the_readme_is_answered_by_the_bundle() -> None:
     estimate = predict_time(model="resnet50", precision="mixed_fp16_fp32", gpus=8, batch_size=256)
-    assert estimate.artifact_id == "bundled@3"
+    assert estimate.artifact_id == "bundled@4"
     assert estimate.regime == "known"
     # Public runs of this configuration take 0.09 to 0.16 s.
     assert 0.07 < estimate.iteration_time_s < 0.2
@@ -78,7 +78,7 @@ def test_more_work_takes_longer() -> None:
 def test_what_was_learned_on_gpus_says_nothing_of_a_cpu() -> None:
     estimate = predict_time("resnet50", "fp32", gpu="cpu", batch_size=32)
     assert estimate.artifact_id is None
-    assert any("bundled@3 does not speak of cpu" in reason for reason in estimate.reasons)
+    assert any("bundled@4 does not speak of cpu" in reason for reason in estimate.reasons)
 
 
 def test_a_new_process_answers_without_any_heavy_library() -> None:
@@ -89,4 +89,4 @@ def test_a_new_process_answers_without_any_heavy_library() -> None:
         "print(json.dumps([artifact, sorted(heavy)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout) == ["bundled@3", []]
+    assert json.loads(done.stdout) == ["bundled@4", []]

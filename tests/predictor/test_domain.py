@@ -27,8 +27,9 @@ def domain(rows) -> TrainingDomain:
 def ask(model: str = "resnet50", *, gpu: str = "A100-SXM4-80GB", world_size: int = 1, **told: object) -> TrainingSetup:
     precision = parse_precision(str(told.pop("precision", "fp32")))
     usual = {"nodes": 1, "batch_size": 16}
+    workload = find_workload(model, task_input=str(told.pop("task_input", "")))
     return TrainingSetup(
-        workload=find_workload(model), hardware=find_hardware(gpu), precision=precision, world_size=world_size,
+        workload=workload, hardware=find_hardware(gpu), precision=precision, world_size=world_size,
         **usual | told,
     )  # fmt: skip
 
@@ -69,11 +70,17 @@ def test_inside_the_domain_there_are_no_gaps(domain, rows) -> None:
         ({"batch_size": 7}, "batch 7 is outside the measured 8 to 32"),
         ({"batch_size": 33}, "batch 33 is outside the measured 8 to 32"),
         ({"gradient_accumulation_steps": 2}, "at most 1 micro-steps"),
+        ({"task_input": "1024"}, "input 1024 takes 171 GFLOP a sample, outside the measured 8.18"),
+        ({"task_input": "64"}, "outside the measured 8.18"),
     ],
 )
 def test_each_thing_that_is_new_is_said(domain, asked: dict, says: str) -> None:
     (gap,) = domain.list_gaps(ask(**asked))
     assert says in gap
+
+
+def test_a_slightly_other_resolution_is_no_other_input(domain) -> None:
+    assert domain.list_gaps(ask(task_input="256")) == []
 
 
 def test_all_that_is_new_is_said_at_once(domain) -> None:
