@@ -30,7 +30,7 @@ zoo: .venv-zoo/.stamp ## build and walk every network of the zoo anew into predi
 test: $(STAMP) ## the quick tests: any CPU machine, under 10 minutes
 	$(PY) -m pytest -m "not ui and not mpi and not faults and not gpu and not long"
 
-test-system: $(STAMP) ## browser, MPI and fault tests
+test-system: $(STAMP) ## browser, MPI, fault and Slurm tests (Debian's slurm-wlm and munge)
 	$(PY) -m pytest -m "(ui or mpi or faults) and not gpu and not long"
 
 test-long: $(STAMP) ## the tests that take minutes each

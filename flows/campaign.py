@@ -1,42 +1,62 @@
-"""profiling_campaign: the missing cells of a grid, one after the other, profiled and recorded whole."""
+"""profiling_campaign: the missing cells of a grid, each a task of Prefect, profiled and recorded whole."""
 
+import contextlib
+import contextvars
 import platform
-import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect import State, flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed
+from prefect.task_runners import ThreadPoolTaskRunner
 from rich.console import Console
 
+from precision_time.flows.adaptive import choose_adaptively
 from precision_time.flows.artifacts import ProgressArtifact, publish_pages
-from precision_time.flows.cluster import Client, open_cluster
+from precision_time.flows.budget import Budget
+from precision_time.flows.changes import limits_of, note_settings
+from precision_time.flows.cluster import Client, check_scratch, open_cluster, open_scratch
+from precision_time.flows.cluster_settings import is_local
+from precision_time.flows.interrupts import catch_interrupts
+from precision_time.flows.measuring import INTERRUPTED, MeasuredCells, measure_missing
 from precision_time.flows.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.progress import CampaignProgress
 from precision_time.flows.spec import CampaignSpec
 from precision_time.flows.summary import CampaignResult, markdown_report, read_grid, summarise, table_rows
 from precision_time.flows.terminal import print_plan, print_result, say
-from precision_time.storage.errors import StorageError, printable
+from precision_time.storage.errors import ClusterLostError, NoWorkersError, StorageError, printable
 from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.job import CellReceipt, MeasurementLimits
+from precision_time.tasks.job import CellReceipt
 from precision_time.tasks.profile import profile_cell
 from precision_time.tasks.record import record_cell
 
-__all__ = ["measure_cell", "measure_missing", "profiling_campaign", "run_campaign"]
+__all__ = ["measure_cell", "profiling_campaign", "run_campaign"]
 
-Measure = Callable[[PlannedCell], CellOutcome]
+#: Threads that Prefect may run cells in; how many do is the campaign's ``cells_at_once``.
+MOST_AT_ONCE = 256
+
+#: Where the result of a run goes that nobody can ask Prefect for, because its API has gone away meanwhile.
+_finished: contextvars.ContextVar[list[CampaignResult] | None] = contextvars.ContextVar("finished", default=None)
 
 
-@flow(name="profiling-campaign", result_serializer="json", persist_result=False)
+@flow(
+    name="profiling-campaign",
+    result_serializer="json",
+    persist_result=False,
+    task_runner=cast(Any, ThreadPoolTaskRunner(max_workers=MOST_AT_ONCE)),
+)
 def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignResult]:
     """Measure the cells of the campaign that the dataset does not have yet, and record each of them whole.
 
-    Running it again resumes it. Cells that fail are recorded with their cause and never stop their neighbours.
+    Running it again resumes it. Cells that fail are recorded with their cause and never stop their neighbours. A limit
+    of the campaign, or one Ctrl-C, ends it after the cells under way; a second Ctrl-C or a cancelled run stops them.
     """
     plan = plan_campaign(spec)
     dataset = TimingsDataset(spec.data)
@@ -44,9 +64,16 @@ def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignRes
         plan = plan_campaign(spec)
     dataset.write_card("hardware", plan.device.hardware.name, plan.device.hardware.to_dict())
     started = time.monotonic()
-    outcomes = _measure_on_cluster(plan, dataset) if plan.missing else {}
+    measured = MeasuredCells()
+    if plan.cells_to_measure:
+        note_settings(spec)
+        measured = _measure_on_cluster(plan, dataset)
     rows = Counter(dataset.read()["cell_id"].to_pylist())
-    result = summarise(plan, outcomes, rows=rows, duration_s=time.monotonic() - started)
+    result = summarise(
+        plan, measured.outcomes, rows=rows, duration_s=time.monotonic() - started, ended_by=measured.ended_by
+    )
+    if (finished := _finished.get()) is not None:
+        finished.append(result)
     grid = read_grid(plan, result.failed, dataset=dataset)
     publish_pages(
         table=table_rows(grid),
@@ -58,7 +85,8 @@ def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignRes
         return result
     message = f"{result.cells_recorded} of {result.cells_planned} cells are recorded"
     if result.status == "partial":
-        return Completed(name="Completed with failures", message=message, data=result)
+        name = "Ended early" if result.ended_by else "Completed with failures"
+        return Completed(name=name, message=f"{message}; {result.end}" if result.end else message, data=result)
     return Failed(message=message, data=result)
 
 
@@ -71,27 +99,57 @@ def _set_damaged_aside(dataset: TimingsDataset) -> int:
     return len(damaged)
 
 
-def _measure_on_cluster(plan: CampaignPlan, dataset: TimingsDataset) -> dict[str, CellOutcome]:
-    name = plan.spec.name
+def _measure_on_cluster(plan: CampaignPlan, dataset: TimingsDataset) -> MeasuredCells:
+    spec, name = plan.spec, plan.spec.name
     artifact = ProgressArtifact(
         f"campaign-{name}-progress", description=f"Cells of campaign {name} measured by this run"
     )
-    workers = max(planned.cell.world_size for planned in plan.missing)
+    widest = max(planned.cell.world_size for planned in plan.missing)
+    workers = max(widest, min(plan.device.device_count, widest * plan.at_once)) if is_local(spec.cluster) else widest
     with (
         CampaignProgress(plan) as progress,
-        tempfile.TemporaryDirectory(prefix="precision-time-", ignore_cleanup_errors=True) as scratch,
-        open_cluster(plan.device.environment.device_type, workers) as client,
-    ):
+        open_scratch(cluster=spec.cluster, data=spec.data, scratch=spec.scratch) as scratch,
+        open_cluster(
+            plan.device.environment.device_type, workers, cluster=spec.cluster, slurm=spec.slurm,
+            wait_s=spec.workers_timeout,
+        ) as client,
+        _in_background(lambda: artifact.update(progress.fraction)) as show_progress,
+        catch_interrupts() as interrupts,
+    ):  # fmt: skip
+        check_scratch(client, scratch)
 
         def measure(planned: PlannedCell) -> CellOutcome:
-            return measure_cell(planned, plan=plan, dataset=dataset, client=client, scratch=Path(scratch))
+            return measure_cell(planned, plan=plan, dataset=dataset, client=client, scratch=scratch)
 
         return measure_missing(
             plan,
-            measure=lambda planned: _run_as_task(planned, measure),
+            measure=measure,
             progress=progress,
-            after_cell=lambda: artifact.update(progress.fraction),
+            after_cell=show_progress,
+            choose=choose_adaptively(plan, dataset) if spec.budget_cells else None,
+            budget=Budget.of(spec),
+            at_once=plan.at_once,
+            submit=_submit_task,
+            interrupts=interrupts,
         )
+
+
+@contextlib.contextmanager
+def _in_background(update: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """A function that has ``update`` run soon in another thread: an API that does not answer must not hold up cells."""
+    wanted, ended = threading.Event(), threading.Event()
+
+    def run() -> None:
+        while wanted.wait() and not ended.is_set():
+            wanted.clear()
+            update()
+
+    threading.Thread(target=run, name="campaign pages", daemon=True).start()
+    try:
+        yield wanted.set
+    finally:
+        ended.set()
+        wanted.set()
 
 
 # The cell's own identity decides what is measured again, so Prefect must neither cache nor retry; rows never pass
@@ -112,59 +170,46 @@ def profile_cell_task(label: str, measure: Callable[[], CellOutcome]) -> CellOut
     return Failed(message=printable(f"{outcome.cause}: {outcome.message}"), data=outcome)
 
 
-def _run_as_task(planned: PlannedCell, measure: Measure) -> CellOutcome:
-    state: State[Any] = profile_cell_task(planned.cell.label, lambda: measure(planned), return_state=True)
-    outcome = state.result(raise_on_failure=False)
-    if isinstance(outcome, BaseException):
-        raise outcome
-    if not isinstance(outcome, CellOutcome):
-        raise TypeError(f"the task of {planned.cell.label} ended as {state.name} without an outcome")
-    return outcome
+def _submit_task(planned: PlannedCell, run: Callable[[], CellOutcome]) -> "Future[Any]":
+    """Start ``run`` as a task of the flow in a thread of its runner."""
+    future: Any = profile_cell_task.submit(planned.cell.label, run)
+    wrapped: Future[Any] = future.wrapped_future
+    return wrapped
 
 
 def run_campaign(spec: CampaignSpec, *, console: Console | None = None) -> CampaignResult:
     """Run the flow here and return its result, whatever its status; what stops a whole campaign is raised.
 
-    With ``console`` the plan is printed before and the result after.
+    With ``console`` the plan is printed before and the result after. Raises ``KeyboardInterrupt`` after a Ctrl-C, when
+    the cells under way were finished and everything was written.
     """
-    plan = plan_campaign(spec)
-    if console is not None:
+    plan = plan_campaign(spec) if console is not None else None
+    if plan is not None and console is not None:
         print_plan(plan, console=console)
-    state: State[Any] = profiling_campaign(spec, return_state=True)
-    result = state.result(raise_on_failure=False)
+    result = _run_flow(spec)
+    if plan is not None and console is not None:
+        print_result(plan, result, console=console)
+    if result.ended_by == INTERRUPTED:
+        raise KeyboardInterrupt
+    return result
+
+
+def _run_flow(spec: CampaignSpec) -> CampaignResult:
+    finished: list[CampaignResult] = []
+    token = _finished.set(finished)
+    try:
+        state: State[Any] = profiling_campaign(spec, return_state=True)
+        result = state.result(raise_on_failure=False)
+    except Exception as error:
+        if not finished:
+            raise
+        say(f"Prefect does not know how the run ended: {type(error).__name__}: {error}")
+        return finished[0]
+    finally:
+        _finished.reset(token)
     if isinstance(result, BaseException):
         raise result
-    checked = CampaignResult.model_validate(result)
-    if console is not None:
-        print_result(plan, checked, console=console)
-    return checked
-
-
-def measure_missing(
-    plan: CampaignPlan,
-    *,
-    measure: Measure,
-    progress: CampaignProgress,
-    after_cell: Callable[[], None] = lambda: None,
-) -> dict[str, CellOutcome]:
-    """Measure the missing cells of ``plan`` in order and return the last outcome of each by cell id.
-
-    Cells that failed are tried again after the others, up to ``max_attempts`` in all; what the device refuses is not.
-    """
-    outcomes: dict[str, CellOutcome] = {}
-    waiting = plan.missing
-    for attempt in range(1, plan.spec.max_attempts + 1):
-        failed = []
-        for planned in waiting:
-            progress.start_cell(planned)
-            outcome = outcomes[planned.cell_id] = measure(planned)
-            again = outcome.status == "failed" and attempt < plan.spec.max_attempts
-            if again:
-                failed.append(planned)
-            progress.finish_cell(planned, outcome, is_last_attempt=not again)
-            after_cell()
-        waiting = failed
-    return outcomes
+    return CampaignResult.model_validate(result)
 
 
 def measure_cell(
@@ -172,7 +217,8 @@ def measure_cell(
 ) -> CellOutcome:
     """One attempt at one cell, recorded whether it went well or not.
 
-    Raises ``StorageError`` only: a full disk concerns every cell that follows.
+    Raises only what concerns every cell that follows: ``StorageError`` (a full disk), ``ClusterLostError`` and
+    ``NoWorkersError``.
     """
     attempt = dataset.next_attempt(planned.cell_id)
     started_at, started = time.time(), time.monotonic()
@@ -181,12 +227,12 @@ def measure_cell(
             planned.cell,
             attempt=attempt,
             environment=plan.device.environment,
-            limits=_limits(plan.spec),
+            limits=limits_of(plan.spec),
             client=client,
             scratch=scratch,
         )
         return record_cell(dataset, receipt)
-    except StorageError:
+    except (StorageError, ClusterLostError, NoWorkersError):
         raise
     except Exception as error:
         # A cluster or a fragment can break in ways nobody listed; the cell pays, not the campaign.
@@ -203,13 +249,3 @@ def measure_cell(
             host=platform.node(),
         )
         return record_cell(dataset, receipt)
-
-
-def _limits(spec: CampaignSpec) -> MeasurementLimits:
-    return MeasurementLimits(
-        warmup_steps=spec.warmup_steps,
-        measured_steps=spec.measured_steps,
-        seconds_per_cell=spec.seconds_per_cell,
-        timeout_s=spec.timeout_per_cell,
-        memory_limit_bytes=spec.memory_limit_bytes,
-    )

@@ -19,11 +19,25 @@ def campaign(
     ] = False,
     data: Annotated[str | None, typer.Option(help="Folder or URL of the timings; replaces the file's.")] = None,
     device: Annotated[Device | None, typer.Option(help="Device; replaces the file's.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="local, local-cuda, slurm or tcp://host:port of a Dask scheduler; replaces the file's."),
+    ] = None,
+    max_hours: Annotated[float | None, typer.Option(help="Start no cell after so many hours of this run.")] = None,
+    max_cells: Annotated[int | None, typer.Option(help="Try so many cells at most in this run.")] = None,
+    max_failures: Annotated[int | None, typer.Option(help="Start no cell after so many failed ones.")] = None,
+    budget_cells: Annotated[
+        int | None, typer.Option(help="Record so many cells in all, which a predictor chooses as it learns.")
+    ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on although recorded cells were measured otherwise.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time real training runs over a grid of cells; run it again to measure what is still missing.
 
-    Ends with 5 when some cells failed: they are recorded with their cause, and the others are kept.
+    Ends with 5 when some cells failed, which are recorded with their cause, or when a limit ended the run early; what
+    was measured is kept. One Ctrl-C finishes the cells under way, a second one stops them; both end with 130.
     """
     from precision_time.flows.plan import plan_campaign
     from precision_time.flows.prefect_settings import prefect_api
@@ -31,7 +45,16 @@ def campaign(
     from precision_time.flows.terminal import open_console, print_plan, print_result, say
     from precision_time.storage.errors import PartialError
 
-    given = {"data": data, "device": device}
+    given = {
+        "data": data,
+        "device": device,
+        "cluster": cluster,
+        "max_hours": max_hours,
+        "max_cells": max_cells,
+        "max_failures": max_failures,
+        "budget_cells": budget_cells,
+        "accept_changes": accept_changes or None,
+    }
     spec = read_campaign(file, overrides={key: value for key, value in given.items() if value is not None})
     say(f"{spec.name}: checking the data folder and the device")
     plan = plan_campaign(spec)
@@ -41,8 +64,8 @@ def campaign(
     print_plan(plan, console=open_console(to_stderr=as_json))
     if dry_run:
         return
-    if plan.missing:
-        say("starting; Ctrl-C stops it, and running it again goes on from there")
+    if plan.cells_to_measure:
+        say("starting; Ctrl-C ends it after the cell under way, and running it again goes on from there")
     try:
         with prefect_api():
             from precision_time.flows.campaign import run_campaign
@@ -56,11 +79,14 @@ def campaign(
     else:
         print_result(plan, result, console=open_console())
     if result.status != "complete":
+        causes = [f"{cell.label}: {cell.cause}" for cell in result.failed[:10]]
         raise PartialError(
             f"campaign {result.name}: {result.cells_planned - result.cells_recorded} of {result.cells_planned} cells "
             "have no timings",
-            got="; ".join(f"{cell.label}: {cell.cause}" for cell in result.failed[:10]),
-            fix="see the causes; running the campaign again tries the failed cells again",
+            got="; ".join([*([result.end] if result.end else []), *causes]),
+            fix="see the causes; running the campaign again tries the failed cells again"
+            if causes
+            else "run the campaign again",
         )
 
 

@@ -1,24 +1,29 @@
 """The plan of a campaign: what can be refused before measuring is refused, and the grid gets its expected duration."""
 
 import functools
+import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from precision_time.flows.changes import check_unchanged
+from precision_time.flows.cluster_settings import is_local
+from precision_time.flows.order import order_cells
 from precision_time.flows.spec import CampaignSpec
 from precision_time.predictor.closed_form import TrainingSetup, solve_closed_form
 from precision_time.predictor.hardware import HardwareSpec
 from precision_time.predictor.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workload import WorkloadFeatures, find_workload
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
-from precision_time.storage.schema import GridCell
+from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probe import ProbeReport, probe_device
 
-__all__ = ["CampaignPlan", "PlannedCell", "plan_campaign"]
+__all__ = ["CampaignPlan", "CellEstimate", "PlannedCell", "plan_campaign"]
 
 #: Bytes of one cell's files and of one of their rows: measured on written files, rounded up.
 CELL_BYTES = 32_000
@@ -28,17 +33,30 @@ IMPORT_SECONDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCell:
-    """A cell, its identity on this machine, whether the dataset has it, and the seconds it is expected to take."""
+    """A cell, its identity on this machine, whether the dataset has it, and the seconds it is expected to take.
+
+    ``place`` is its turn in the order of measuring. ``refusal`` is the outcome by which this very environment has
+    refused it before: it cannot come out differently, so it is not tried again.
+    """
 
     cell: GridCell
     cell_id: str
     is_recorded: bool
     estimated_s: float
+    place: int = 0
+    refusal: CellOutcome | None = None
+
+    @property
+    def state(self) -> str:
+        """``recorded``, ``refused`` or ``missing``."""
+        if self.is_recorded:
+            return "recorded"
+        return "missing" if self.refusal is None else "refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignPlan:
-    """A checked campaign on this machine: its device and all of its cells in the order in which they run."""
+    """A checked campaign on this machine: its device, and all of its cells as the campaign file lists them."""
 
     spec: CampaignSpec
     device: ProbeReport
@@ -46,29 +64,61 @@ class CampaignPlan:
 
     @property
     def missing(self) -> list[PlannedCell]:
-        """The cells that the dataset does not have for this environment."""
-        return [planned for planned in self.cells if not planned.is_recorded]
+        """The cells that the dataset does not have for this environment, in the order in which they are measured."""
+        missing = (planned for planned in self.cells if planned.state == "missing")
+        return sorted(missing, key=lambda planned: planned.place)
+
+    @property
+    def goal(self) -> int:
+        """How many cells are to be recorded in all: the whole grid, or the adaptive budget."""
+        return min(len(self.cells), self.spec.budget_cells or len(self.cells))
+
+    @property
+    def cells_to_measure(self) -> int:
+        """How many of the missing cells this run has before it, limits of the run aside."""
+        missing, recorded = 0, 0
+        for planned in self.cells:
+            missing += planned.state == "missing"
+            recorded += planned.is_recorded
+        return min(missing, max(0, self.goal - recorded))
 
     @property
     def estimated_s(self) -> float:
-        """Seconds that the missing cells are expected to take together."""
-        return sum(planned.estimated_s for planned in self.missing)
+        """Seconds that this run is expected to take: an average of the missing cells where not all are measured."""
+        missing = self.missing
+        if not missing:
+            return 0.0
+        together_s = sum(
+            planned.estimated_s * max(1 / self.at_once, min(1.0, planned.cell.world_size / self.device.device_count))
+            for planned in missing
+        )
+        return together_s * self.cells_to_measure / len(missing)
+
+    @property
+    def at_once(self) -> int:
+        """Cells that run side by side; on a CPU they would slow each other down, so it is one there."""
+        default = 1 if self.device.environment.device_type == "cpu" else self.device.device_count
+        return self.spec.cells_at_once or max(1, default)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Plain values for JSON; ``place`` is a cell's turn, from 0 on, unless a predictor chooses."""
+        states = Counter(planned.state for planned in self.cells)
         return {
             "name": self.spec.name,
             "data": self.spec.data,
             "gpu": self.device.environment.gpu,
             "cells_planned": len(self.cells),
-            "cells_recorded": len(self.cells) - len(self.missing),
-            "cells_missing": len(self.missing),
+            "cells_recorded": states["recorded"],
+            "cells_refused": states["refused"],
+            "cells_missing": states["missing"],
+            "cells_to_measure": self.cells_to_measure,
             "estimated_s": round(self.estimated_s, 1),
             "cells": [
                 asdict(planned.cell)
                 | {
                     "cell_id": planned.cell_id,
-                    "state": "recorded" if planned.is_recorded else "missing",
+                    "state": planned.state,
+                    "place": planned.place,
                     "estimated_s": round(planned.estimated_s, 1),
                 }
                 for planned in self.cells
@@ -77,33 +127,61 @@ class CampaignPlan:
 
 
 @functools.cache
-def _probe_once(device: str) -> ProbeReport:
+def _probe_once(cluster: str, device: str, settings: str) -> ProbeReport:
     """One probe a process: the command plans, and then the flow plans again."""
-    return probe_device(device)
+    if is_local(cluster):
+        return probe_device({"local": "cpu", "local-cuda": "cuda"}.get(cluster, device))
+    from precision_time.flows.cluster import probe_cluster
+
+    return probe_cluster(device, cluster=cluster, **json.loads(settings))
+
+
+def _describe_cluster(spec: CampaignSpec) -> str:
+    """What ``probe_cluster`` needs to know of a campaign, as text that a cache can hold."""
+    workers = max(cell.world_size for cell in spec.cells())
+    slurm = None if spec.slurm is None else spec.slurm.model_dump()
+    return json.dumps({"workers": workers, "slurm": slurm, "wait_s": spec.workers_timeout})
 
 
 def plan_campaign(spec: CampaignSpec, *, probe: Callable[[str], ProbeReport] | None = None) -> CampaignPlan:
     """The grid of ``spec`` on this machine, after every check that needs no measuring.
 
     In this order: the data folder takes files; the device has the GPUs and the precisions; models of the user's own
-    import. Raises ``StorageError`` and its kin, ``InputError`` or ``PrecisionUnsupportedError``.
+    import; what is missing would be measured as what is recorded was. Raises ``StorageError`` and its kin,
+    ``InputError`` or ``PrecisionUnsupportedError``.
     """
     cells = spec.cells()
     dataset = TimingsDataset(spec.data)
     dataset.check_writable(required_bytes=_required_bytes(spec, cells))
-    device = (probe or _probe_once)(spec.device)
+    device = probe(spec.device) if probe else _probe_once(spec.cluster, spec.device, _describe_cluster(spec))
     _check_device(cells, device)
     for model in sorted({cell.model for cell in cells if ":" in cell.model}):
         _check_factory(model)
     recorded = dataset.recorded_cells()
-    estimate = _CellEstimate(spec, device, dataset.read_cards("workloads"))
-    planned = []
-    for cell in cells:
-        cell_id = cell.cell_id(device.environment)
-        planned.append(
-            PlannedCell(cell=cell, cell_id=cell_id, is_recorded=cell_id in recorded, estimated_s=estimate.seconds(cell))
+    estimate = CellEstimate(spec, device, cards=dataset.read_cards("workloads"))
+    ids = {cell: cell.cell_id(device.environment) for cell in cells}
+    places = {cell: place for place, cell in enumerate(order_cells(cells))}
+    refusals = _find_refusals(dataset, missing=set(ids.values()) - recorded)
+    planned = tuple(
+        PlannedCell(
+            cell=cell,
+            cell_id=cell_id,
+            is_recorded=cell_id in recorded,
+            estimated_s=estimate.seconds(cell),
+            place=places[cell],
+            refusal=refusals.get(cell_id),
         )
-    return CampaignPlan(spec=spec, device=device, cells=tuple(planned))
+        for cell, cell_id in ids.items()
+    )
+    plan = CampaignPlan(spec=spec, device=device, cells=planned)
+    if plan.cells_to_measure and not recorded.isdisjoint(ids.values()):
+        check_unchanged(spec)
+    return plan
+
+
+def _find_refusals(dataset: TimingsDataset, *, missing: set[str]) -> dict[str, CellOutcome]:
+    """Outcomes by which the environment refused a missing cell: its id holds the environment, so they still hold."""
+    return {outcome.cell_id: outcome for outcome in dataset.outcomes(cells=missing) if outcome.status == "refused"}
 
 
 def _required_bytes(spec: CampaignSpec, cells: Iterable[GridCell]) -> int:
@@ -113,14 +191,14 @@ def _required_bytes(spec: CampaignSpec, cells: Iterable[GridCell]) -> int:
 
 def _check_device(cells: list[GridCell], device: ProbeReport) -> None:
     gpu = device.environment.gpu
-    too_wide = sorted({cell.world_size for cell in cells if cell.world_size > device.device_count})
+    too_wide = sorted({cell.world_size for cell in cells if cell.world_size // cell.nodes > device.device_count})
     if too_wide:
-        kind = "GPUs" if device.environment.device_type == "cuda" else "CPU cores"
+        kind = "GPUs" if device.environment.device_type == "cuda" else "CPU cores (or workers)"
         raise InputError(
             f"gpus asks for more ranks than {gpu} has {kind}",
             got=", ".join(str(ranks) for ranks in too_wide),
             expected=f"at most {device.device_count}",
-            fix="take them out of gpus, or exclude them",
+            fix="take them out of gpus, exclude them, or spread them over hosts with gpus_per_node",
         )
     lacking = sorted({cell.precision for cell in cells} & set(device.unsupported))
     if lacking:
@@ -169,7 +247,7 @@ def _check_factory(model: str) -> None:
         )
 
 
-class _CellEstimate:
+class CellEstimate:
     """Seconds of a cell: starting the ranks, then the planned iterations by the closed forms, or the cap."""
 
     #: On an idle machine of 2 cores, all but the iterations took 3.3 to 4.0 s with one rank and 3.6 to 4.9 s with two,
@@ -177,13 +255,15 @@ class _CellEstimate:
     START_S = 2.5
     START_CORE_S = 2.0
 
-    def __init__(self, spec: CampaignSpec, device: ProbeReport, cards: list[dict[str, Any]]) -> None:
+    def __init__(self, spec: CampaignSpec, device: ProbeReport, *, cards: list[dict[str, Any]]) -> None:
         self.spec = spec
         self.hardware: HardwareSpec = device.hardware
         self.cores = max(1, device.environment.cpu_cores)
         self.cards = [WorkloadFeatures.from_dict(card) for card in cards]
+        self.workload_of = functools.cache(self._workload)
 
     def seconds(self, cell: GridCell) -> float:
+        """Expected seconds of ``cell``, start-up included."""
         start_s = self.START_S + self.START_CORE_S * max(0.5, cell.world_size / self.cores)
         return start_s + min(self.spec.seconds_per_cell, self._iterations(cell) * self._iteration_s(cell))
 
@@ -193,10 +273,15 @@ class _CellEstimate:
         return self.spec.warmup_steps + self.spec.measured_steps * twins
 
     def _iteration_s(self, cell: GridCell) -> float:
-        workload = self._workload(cell.model)
+        setup = self.setup(cell)
+        return math.inf if setup is None else solve_closed_form(setup).iteration_time_s
+
+    def setup(self, cell: GridCell) -> TrainingSetup | None:
+        """What ``cell`` runs, as a predictor reads it; None for a model without a card."""
+        workload = self.workload_of(cell.model)
         if workload is None:
-            return math.inf
-        setup = TrainingSetup(
+            return None
+        return TrainingSetup(
             workload=workload,
             hardware=self.hardware,
             precision=parse_precision(cell.precision),
@@ -206,7 +291,6 @@ class _CellEstimate:
             gradient_accumulation_steps=cell.gradient_accumulation_steps,
             strategy=cell.strategy,
         )
-        return solve_closed_form(setup).iteration_time_s
 
     def _workload(self, model: str) -> WorkloadFeatures | None:
         """The card of ``model``; None for one of the user's own that was never measured here: it gets the cap."""

@@ -27,11 +27,11 @@ class CampaignProgress:
 
     def __init__(self, plan: CampaignPlan, *, stream: TextIO | None = None) -> None:
         self.name = plan.spec.name
-        self.total = len(plan.missing)
+        self.total = min(plan.cells_to_measure, plan.spec.max_cells or plan.cells_to_measure)
         self.done = 0
         self.failed = 0
-        self.current: PlannedCell | None = None
-        self._started = 0.0
+        self._at_once = plan.at_once
+        self._running: dict[str, tuple[PlannedCell, float]] = {}
         self._said = time.monotonic()
         self._waiting = {planned.cell_id: planned.estimated_s for planned in plan.missing}
         self._ratio: float | None = None
@@ -69,26 +69,30 @@ class CampaignProgress:
         """The estimates of the cells that are left, scaled by how the done ones went; None before one is done."""
         if self._ratio is None:
             return None
-        left_s = sum(self._waiting.values()) * self._ratio
-        running_s = time.monotonic() - self._started if self.current is not None else 0.0
-        return max(0.0, left_s - running_s)
+        left = self.total - self.done
+        # Of an adaptive campaign only a part of what waits will be measured.
+        share = min(1.0, left / len(self._waiting)) if self._waiting else 0.0
+        left_s = sum(self._waiting.values()) * share * self._ratio
+        now = time.monotonic()
+        running_s = sum(now - started for _, started in tuple(self._running.values()))
+        return max(0.0, left_s - running_s) / self._at_once
 
     def start_cell(self, planned: PlannedCell) -> None:
         """Say that ``planned`` is being measured now."""
-        self.current = planned
-        self._started = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], description=planned.cell.label)
+        self._running[planned.cell_id] = planned, time.monotonic()
+        self._describe()
 
     def finish_cell(self, planned: PlannedCell, outcome: CellOutcome, *, is_last_attempt: bool) -> None:
         """Count ``planned``, unless it failed and will be tried again."""
-        taken_s = time.monotonic() - self._started
-        self.current = None
+        now = time.monotonic()
+        taken_s = now - self._running.pop(planned.cell_id, (planned, now))[1]
+        self._describe()
         if outcome.status == "recorded" and planned.estimated_s > 0:
             ratio = taken_s / planned.estimated_s
             self._ratio = ratio if self._ratio is None else (1 - NEWEST) * self._ratio + NEWEST * ratio
         if is_last_attempt:
             self.done += 1
+            self.total = max(self.total, self.done)
             self.failed += outcome.status != "recorded"
             self._waiting.pop(planned.cell_id, None)
         text = f"{planned.cell.label}: {outcome.status}"
@@ -102,19 +106,25 @@ class CampaignProgress:
         else:
             self._print(f"[{self.done}/{self.total}] {text} ({format_duration(taken_s)}){self._left()}")
 
+    def _describe(self) -> None:
+        if self._bar is not None and self._running:
+            others = f" and {len(self._running) - 1} more" if len(self._running) > 1 else ""
+            planned, _ = next(iter(self._running.values()))
+            self._bar.update(self._bar.task_ids[0], description=f"{planned.cell.label}{others}")
+
     def _left(self) -> str:
         left_s = self.seconds_left
-        return "" if left_s is None or not self._waiting else f", about {format_duration(max(1.0, left_s))} left"
+        return "" if left_s is None or self.done >= self.total else f", about {format_duration(max(1.0, left_s))} left"
 
     def _remind(self) -> None:
         while not self._stop.wait(max(0.001, self._said + LINE_EVERY_S - time.monotonic())):
-            current = self.current
+            running = tuple(self._running.values())
             if time.monotonic() - self._said < LINE_EVERY_S:
                 continue  # a cell ended meanwhile
             self._said = time.monotonic()
-            if current is not None:
-                running = format_duration(time.monotonic() - self._started)
-                self._print(f"[{self.done}/{self.total}] {current.cell.label}: measuring for {running}{self._left()}")
+            for planned, started in running:
+                lasting = format_duration(time.monotonic() - started)
+                self._print(f"[{self.done}/{self.total}] {planned.cell.label}: measuring for {lasting}{self._left()}")
 
     def _print(self, text: str) -> None:
         self._said = time.monotonic()

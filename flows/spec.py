@@ -9,22 +9,32 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from precision_time.flows.axes import (
+    AXES,
+    LIST,
+    Batch,
+    CellPattern,
+    Checkpointing,
+    Compression,
+    Gpus,
+    Model,
+    PrecisionName,
+    Steps,
+    Strategy,
+    Switch,
+)  # fmt: skip
+from precision_time.flows.cluster_settings import ClusterName, SlurmOptions
 from precision_time.flows.settings_file import Document, build_model, parse_duration, read_document
-from precision_time.predictor.precision import parse_precision
-from precision_time.predictor.workload import known_workloads
-from precision_time.storage.errors import InputError, UnknownNameError
-from precision_time.storage.schema import GridCell
+from precision_time.storage.errors import InputError
+from precision_time.storage.schema import OPTIONS, GridCell
 
 __all__ = ["MAX_CELLS", "CampaignSpec", "CellPattern", "RetrainSpec", "read_campaign"]
 
 #: a plan of 100,000 cells is a typing error: at the start-up time of a rank alone it would take days
 MAX_CELLS = 100_000
-MAX_GPUS = 65_536
-MAX_BATCH = 10_000_000
 
 NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 NAME_EXPECTED = "lower-case letters, digits and hyphens, at most 63"
-FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def _check_name(value: object) -> object:
@@ -33,69 +43,7 @@ def _check_name(value: object) -> object:
     return value
 
 
-def _check_model(value: object) -> object:
-    if not isinstance(value, str):
-        raise InputError("not a model", got=repr(value), expected="a name")
-    if ":" in value:
-        if not FACTORY.fullmatch(value):
-            raise InputError("not a model of your own", got=repr(value), expected="package.module:factory")
-    elif value not in known_workloads():
-        raise UnknownNameError("model", value, known_workloads())
-    return value
-
-
-def _check_precision(value: object) -> object:
-    # bool is an int: YAML's `precision: true` must not become a spelling.
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InputError("not a precision", got=repr(value), expected="a name such as fp32 or bf16-mixed")
-    return parse_precision(value).name
-
-
-def _whole_number(maximum: int) -> BeforeValidator:
-    def check(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
-            raise InputError("not usable", got=repr(value)[:80], expected=f"a whole number from 1 to {maximum:,}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _check_list(value: object) -> object:
-    if not isinstance(value, list | tuple):
-        raise InputError("not a list", got=repr(value)[:80], expected="a list, such as [1, 2]")
-    return value
-
-
-LIST = BeforeValidator(_check_list)
-Model = Annotated[str, BeforeValidator(_check_model)]
-PrecisionName = Annotated[str, BeforeValidator(_check_precision)]
-Gpus = Annotated[int, _whole_number(MAX_GPUS)]
-Batch = Annotated[int, _whole_number(MAX_BATCH)]
-Steps = Annotated[int, _whole_number(10_000)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
-
-
-class CellPattern(BaseModel):
-    """Cells to leave out: those that agree in every key given here."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: Model | None = Field(None, title="Model")
-    precision: PrecisionName | None = Field(None, title="Precision")
-    gpus: Gpus | None = Field(None, title="GPUs", description="Number of ranks.")
-    batch_size: Batch | None = Field(None, title="Batch size", description="Samples per GPU.")
-    gradient_accumulation_steps: Batch | None = Field(None, title="Gradient accumulation steps")
-
-    def matches(self, cell: GridCell) -> bool:
-        """Whether ``cell`` agrees in every key that is given."""
-        pairs = (
-            (self.model, cell.model),
-            (self.precision, cell.precision),
-            (self.gpus, cell.world_size),
-            (self.batch_size, cell.per_gpu_batch_size),
-            (self.gradient_accumulation_steps, cell.gradient_accumulation_steps),
-        )
-        return all(wanted is None or wanted == value for wanted, value in pairs)
 
 
 class CampaignSpec(BaseModel):
@@ -122,6 +70,33 @@ class CampaignSpec(BaseModel):
     )
     gradient_accumulation_steps: Annotated[tuple[Batch, ...], LIST] = Field(
         (1,), title="Gradient accumulation steps", description="Micro-steps in one iteration.", min_length=1
+    )
+    channels_last: Annotated[tuple[Switch, ...], LIST] = Field(
+        (False,), title="Channels last", description="Weights and images in channels-last memory order.", min_length=1
+    )
+    compiled: Annotated[tuple[Switch, ...], LIST] = Field(
+        (False,), title="Compiled", description="The model behind torch.compile.", min_length=1
+    )
+    checkpointing: Annotated[tuple[Checkpointing, ...], LIST] = Field(
+        ("none",),
+        title="Activation checkpointing",
+        description="none, or full: repeated blocks keep their inputs and are computed again in the backward pass.",
+        min_length=1,
+    )
+    fused_optimizer: Annotated[tuple[Switch, ...], LIST] = Field(
+        (False,), title="Fused optimizer", description="The optimizer's fused kernels.", min_length=1
+    )
+    compression: Annotated[tuple[Compression, ...], LIST] = Field(
+        ("none",),
+        title="Gradient compression",
+        description="Format of the gradients on the wire: none (their own), fp16 or bf16.",
+        min_length=1,
+    )
+    strategies: Annotated[tuple[Strategy, ...], LIST] = Field(
+        ("ddp",),
+        title="Strategies",
+        description="How ranks share the work: ddp; cells of any other are recorded as refused.",
+        min_length=1,
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", title="Device", description="auto takes CUDA where there is a GPU, else the CPU."
@@ -159,13 +134,81 @@ class CampaignSpec(BaseModel):
     max_attempts: int = Field(
         2, title="Attempts", description="Tries of a failing cell in one run.", ge=1, le=10, strict=True
     )
+    max_hours: float | None = Field(
+        None,
+        title="Hours at most",
+        description="Hours of one run after which no cell is started; what is under way is finished.",
+        gt=0,
+        le=10_000,
+    )
+    max_cells: int | None = Field(
+        None, title="Cells at most", description="Cells that one run tries; all by default.", ge=1, strict=True
+    )
+    max_failures: int | None = Field(
+        None,
+        title="Failures at most",
+        description="Failed cells of one run after which no cell is started; any number by default.",
+        ge=1,
+        strict=True,
+    )
+    budget_cells: int | None = Field(
+        None,
+        title="Adaptive budget",
+        description="Cells to record in all, chosen where a predictor fitted on the recorded ones is least sure; "
+        "the whole grid by default.",
+        ge=1,
+        strict=True,
+    )
+    cells_at_once: int | None = Field(
+        None,
+        title="Cells at once",
+        description="Cells measured side by side; by default 1 on a CPU, and on GPUs as many as there are GPUs for.",
+        ge=1,
+        le=256,
+        strict=True,
+    )
+    accept_changes: bool = Field(
+        False,
+        title="Accept changes",
+        description="Go on although the campaign's recorded cells were measured with other settings.",
+    )
+    gpus_per_node: Gpus | None = Field(
+        None,
+        title="GPUs per node",
+        description="Ranks that stand on one host at most: wider cells spread evenly over several; by default all "
+        "ranks of a cell stand on one.",
+    )
+    cluster: ClusterName = Field(
+        "auto",
+        title="Cluster",
+        description="local, local-cuda, slurm, or tcp://host:port of a running Dask scheduler; auto is local or "
+        "local-cuda by the device.",
+    )
+    slurm: SlurmOptions | None = Field(
+        None, title="Slurm", description="What the jobs of cluster: slurm ask for; the cluster's defaults otherwise."
+    )
+    scratch: str | None = Field(
+        None,
+        title="Scratch",
+        description="Folder for the files of running cells; workers on other hosts must see it. By default a "
+        "temporary one, or the folder scratch beside the data where the cluster is not local.",
+        min_length=1,
+        max_length=1024,
+    )
+    workers_timeout: Seconds = Field(
+        120.0,
+        title="Wait for workers",
+        description='Seconds that the workers may take to appear (in files also "90s", "2h").',
+        gt=0,
+        le=7 * 24 * 3600,
+    )
     exclude: Annotated[tuple[CellPattern, ...], LIST] = Field(
         (), title="Exclude", description="Cells to leave out, each by some of its values.", max_length=1000
     )
 
     @model_validator(mode="after")
     def _check_grid(self) -> "CampaignSpec":
-        for name in ("models", "precisions", "gpus", "batch_sizes", "gradient_accumulation_steps"):
+        for name in AXES.values():
             values = getattr(self, name)
             twice = sorted({str(value) for value in values if values.count(value) > 1})
             if twice:
@@ -176,6 +219,7 @@ class CampaignSpec(BaseModel):
                 got=f"{self.timeout_per_cell:g} s",
                 expected=f"more than seconds_per_cell, {self.seconds_per_cell:g} s",
             )
+        self._check_cluster()
         if self._size > MAX_CELLS:
             raise InputError("the grid is too large", got=f"{self._size:,} cells", expected=f"at most {MAX_CELLS:,}")
         for index, pattern in enumerate(self.exclude):
@@ -184,14 +228,30 @@ class CampaignSpec(BaseModel):
             raise InputError("the grid is empty", got="every cell is excluded", expected="at least one cell")
         return self
 
+    def _check_cluster(self) -> None:
+        if (self.cluster, self.device) in {("local", "cuda"), ("local-cuda", "cpu")}:
+            raise InputError(
+                "cluster and device do not fit each other",
+                got=f"cluster: {self.cluster}, device: {self.device}",
+                expected="local with cpu, local-cuda with cuda, or auto",
+            )
+        if self.slurm is not None and self.cluster != "slurm":
+            raise InputError(
+                "slurm has options for another cluster", got=f"cluster: {self.cluster}", expected="cluster: slurm"
+            )
+        uneven = sorted(gpus for gpus in self.gpus if gpus % self._nodes(gpus))
+        if uneven:
+            raise InputError(
+                "the ranks do not divide over the nodes",
+                got=f"gpus: {uneven[0]}, gpus_per_node: {self.gpus_per_node}",
+                expected="as many ranks on every node",
+            )
+
+    def _nodes(self, gpus: int) -> int:
+        return 1 if self.gpus_per_node is None else math.ceil(gpus / self.gpus_per_node)
+
     def _check_pattern(self, name: str, pattern: CellPattern) -> None:
-        lists: dict[str, tuple[str | int, ...]] = {
-            "model": self.models,
-            "precision": self.precisions,
-            "gpus": self.gpus,
-            "batch_size": self.batch_sizes,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-        }
+        lists: dict[str, tuple[str | int, ...]] = {key: getattr(self, name) for key, name in AXES.items()}
         stated = pattern.model_dump(exclude_none=True)
         if not stated:
             raise InputError(f"{name} excludes everything", got="no key", expected="at least one key with a value")
@@ -205,12 +265,7 @@ class CampaignSpec(BaseModel):
 
     @property
     def _size(self) -> int:
-        return math.prod(
-            len(values)
-            for values in (
-                self.models, self.precisions, self.gpus, self.batch_sizes, self.gradient_accumulation_steps
-            )
-        )  # fmt: skip
+        return math.prod(len(values) for values in (getattr(self, name) for name in AXES.values()))
 
     def cells(self) -> list[GridCell]:
         """The grid less ``exclude``: by model, small before large, the same list each time.
@@ -223,6 +278,7 @@ class CampaignSpec(BaseModel):
             sorted(self.gpus),
             sorted(self.batch_sizes),
             sorted(self.gradient_accumulation_steps),
+            *(getattr(self, AXES[name]) for name in ("strategy", *OPTIONS)),
             self.precisions,
         )
         cells = (
@@ -230,10 +286,13 @@ class CampaignSpec(BaseModel):
                 model=model,
                 precision=precision,
                 world_size=gpus,
+                nodes=self._nodes(gpus),
                 per_gpu_batch_size=batch_size,
                 gradient_accumulation_steps=accumulation,
+                strategy=strategy,
+                **dict(zip(OPTIONS, options, strict=True)),
             )
-            for model, gpus, batch_size, accumulation, precision in grid
+            for model, gpus, batch_size, accumulation, strategy, *options, precision in grid
         )
         return [cell for cell in cells if not any(pattern.matches(cell) for pattern in self.exclude)]
 

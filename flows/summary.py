@@ -1,13 +1,14 @@
 """What came out of a run: results of both flows, one row per cell, and the texts for terminals and Prefect pages."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from precision_time.flows.plan import CampaignPlan
 from precision_time.predictor.estimate import format_duration
-from precision_time.storage.schema import CellOutcome, GridCell, Measurement
+from precision_time.storage.schema import OPTIONS, CellOutcome, GridCell, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.validate import Accuracy
 
@@ -17,6 +18,7 @@ __all__ = [
     "GridRow",
     "RetrainResult",
     "RetrainStatus",
+    "describe_options",
     "grid_rows",
     "markdown_report",
     "read_grid",
@@ -45,8 +47,10 @@ class FailedCell(BaseModel):
 class CampaignResult(BaseModel):
     """What one run of a campaign did.
 
-    ``rows`` counts the iteration rows (one per step and rank) that the dataset holds of the campaign's cells,
-    ``rows_added`` those of this run.
+    ``cells_planned`` are all that are to be recorded in the end, ``cells_in_grid`` those that an adaptive budget
+    chooses from. ``ended_by`` names the limit that ended the run early, or ``interrupted``; ``cells_left`` were then
+    not tried. ``rows`` counts the iteration rows (one per step and rank) that the dataset holds of the campaign's
+    cells, ``rows_added`` those of this run.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -55,20 +59,30 @@ class CampaignResult(BaseModel):
     data: str
     gpu: str
     cells_planned: int
+    cells_in_grid: int = 0
     cells_recorded: int
     cells_measured: int
+    cells_left: int = 0
     rows: int
     rows_added: int
     failed: tuple[FailedCell, ...]
     duration_s: float
+    ended_by: str = ""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def status(self) -> Literal["complete", "partial", "failed"]:
-        """``complete`` only with every cell recorded; ``failed`` when the dataset holds none of them."""
-        if not self.cells_recorded:
+        """``complete`` only with every cell recorded; ``failed`` when cells were tried and the dataset holds none."""
+        if not self.cells_recorded and (self.failed or not self.ended_by):
             return "failed"
-        return "complete" if self.cells_recorded == self.cells_planned else "partial"
+        return "complete" if self.cells_recorded >= self.cells_planned else "partial"
+
+    @property
+    def end(self) -> str:
+        """In words, what ended the run early and what is left; empty when nothing did."""
+        if not self.ended_by:
+            return ""
+        return f"ended by {self.ended_by}; {self.cells_left} cells were not tried: run the campaign again for them"
 
 
 class RetrainResult(BaseModel):
@@ -90,33 +104,46 @@ class RetrainResult(BaseModel):
 
 
 def summarise(
-    plan: CampaignPlan, outcomes: Mapping[str, CellOutcome], *, rows: Mapping[str, int], duration_s: float
+    plan: CampaignPlan,
+    outcomes: Mapping[str, CellOutcome],
+    *,
+    rows: Mapping[str, int],
+    duration_s: float,
+    ended_by: str = "",
 ) -> CampaignResult:
-    """The counts of a run: a cell counts as recorded if it was before or is now; ``rows`` by cell id in the dataset."""
+    """The counts of a run: a cell counts as recorded if it was before or is now; ``rows`` by cell id in the dataset.
+
+    Cells that were refused in an earlier run are listed as failed with that cause.
+    """
     labels = {planned.cell_id: planned.cell.label for planned in plan.cells}
     recorded = [outcome for outcome in outcomes.values() if outcome.status == "recorded"]
+    refused = [planned.refusal for planned in plan.cells if planned.state == "refused" and planned.refusal is not None]
+    failed = [*(outcome for outcome in outcomes.values() if outcome.status != "recorded"), *refused]
+    in_dataset = sum(planned.is_recorded for planned in plan.cells) + len(recorded)
     return CampaignResult(
         name=plan.spec.name,
         data=plan.spec.data,
         gpu=plan.device.environment.gpu,
-        cells_planned=len(plan.cells),
-        cells_recorded=len(plan.cells) - len(plan.missing) + len(recorded),
+        cells_planned=plan.goal,
+        cells_in_grid=len(plan.cells),
+        cells_recorded=in_dataset,
         cells_measured=len(recorded),
+        cells_left=max(0, plan.goal - in_dataset - len(failed)),
         rows=sum(rows.get(planned.cell_id, 0) for planned in plan.cells),
         rows_added=sum(outcome.rows for outcome in recorded),
         failed=tuple(
             FailedCell(
-                cell_id=cell_id,
-                label=labels[cell_id],
+                cell_id=outcome.cell_id,
+                label=labels[outcome.cell_id],
                 attempt=outcome.attempt,
                 status=outcome.status,
                 cause=outcome.cause,
                 message=outcome.message,
             )
-            for cell_id, outcome in outcomes.items()
-            if outcome.status != "recorded"
+            for outcome in failed
         ),
         duration_s=duration_s,
+        ended_by=ended_by,
     )
 
 
@@ -130,6 +157,7 @@ class GridRow(BaseModel):
     gpus: int
     batch_size: int
     gradient_accumulation_steps: int
+    options: str = ""
     state: str
     iteration_time_s: float | None
     speedup_over_fp32: float | None
@@ -164,7 +192,7 @@ def grid_rows(
             state = "recorded"
         elif failure is not None:
             state = failure.status
-        time_s, fp32_s = by_cell.get(cell), by_cell.get(_in_fp32(cell))
+        time_s, fp32_s = by_cell.get(cell), by_cell.get(replace(cell, precision="fp32"))
         rows.append(
             GridRow(
                 model=cell.model,
@@ -172,6 +200,7 @@ def grid_rows(
                 gpus=cell.world_size,
                 batch_size=cell.per_gpu_batch_size,
                 gradient_accumulation_steps=cell.gradient_accumulation_steps,
+                options=describe_options(cell),
                 state=state,
                 iteration_time_s=time_s,
                 speedup_over_fp32=None if time_s is None or fp32_s is None else fp32_s / time_s,
@@ -181,20 +210,18 @@ def grid_rows(
     return rows
 
 
-def _in_fp32(cell: GridCell) -> GridCell:
-    return GridCell(
-        model=cell.model,
-        precision="fp32",
-        world_size=cell.world_size,
-        per_gpu_batch_size=cell.per_gpu_batch_size,
-        gradient_accumulation_steps=cell.gradient_accumulation_steps,
-        strategy=cell.strategy,
-        nodes=cell.nodes,
-    )
+def describe_options(cell: GridCell) -> str:
+    """What of ``cell`` is not plain eager data parallelism, in words."""
+    words = [cell.strategy] if cell.strategy != "ddp" else []
+    for name in OPTIONS:
+        value = getattr(cell, name)
+        words += [name if value is True else f"{name} {value}"] if value not in (False, "none") else []
+    return ", ".join(words)
 
 
 def table_rows(rows: Sequence[GridRow]) -> list[dict[str, Any]]:
-    """``rows`` as short texts under the headings of a table."""
+    """``rows`` as short texts under the headings of a table; options have a column where a row has some."""
+    with_options = any(row.options for row in rows)
     return [
         {
             "model": row.model,
@@ -202,6 +229,7 @@ def table_rows(rows: Sequence[GridRow]) -> list[dict[str, Any]]:
             "GPUs": row.gpus,
             "batch": row.batch_size,
             "accumulation": row.gradient_accumulation_steps,
+            **({"options": row.options} if with_options else {}),
             "state": row.state,
             "iteration": "" if row.iteration_time_s is None else format_duration(row.iteration_time_s),
             "over fp32": "" if row.speedup_over_fp32 is None else f"{row.speedup_over_fp32:.2f}x",
@@ -216,10 +244,12 @@ def markdown_report(result: CampaignResult, rows: Sequence[GridRow]) -> str:
     lines = [
         f"# Campaign {result.name}: {result.status}",
         "",
-        f"{result.cells_recorded} of {result.cells_planned} cells are recorded on `{result.gpu}`; "
+        f"{result.cells_recorded} of {result.cells_planned} cells{_chosen_from(result)} are recorded on "
+        f"`{result.gpu}`; "
         f"this run measured {result.cells_measured} ({result.rows_added} rows) "
         f"in {format_duration(result.duration_s)}.",
         "",
+        *([f"This run was {_escaped(result.end)}.", ""] if result.end else []),
         "Iteration: median over the measured steps of the slowest rank. Over fp32: how many times as fast as fp32.",
         "",
     ]
@@ -244,3 +274,9 @@ def _escaped(text: str) -> str:
     for mark in ("\\", "|", "`", "*", "_", "<", "[", "#"):
         kept = kept.replace(mark, f"\\{mark}" if mark != "<" else "&lt;")
     return kept
+
+
+def _chosen_from(result: CampaignResult) -> str:
+    if result.cells_in_grid <= result.cells_planned:
+        return ""
+    return f" (chosen by a predictor from a grid of {result.cells_in_grid})"

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from precision_time.flows.plan import CampaignPlan
-from precision_time.flows.summary import CampaignResult, RetrainResult, read_grid, table_rows
+from precision_time.flows.summary import CampaignResult, RetrainResult, describe_options, read_grid, table_rows
 from precision_time.predictor.estimate import format_duration
 from precision_time.storage.errors import printable
 from precision_time.storage.timings import TimingsDataset
@@ -39,6 +40,7 @@ def open_console(*, to_stderr: bool = False) -> Console:
 
 def print_plan(plan: CampaignPlan, *, console: Console) -> None:
     """The whole grid with the state and the expected seconds of each cell, and the expected duration of the rest."""
+    with_options = any(describe_options(planned.cell) for planned in plan.cells)
     rows = [
         {
             "model": planned.cell.model,
@@ -46,19 +48,31 @@ def print_plan(plan: CampaignPlan, *, console: Console) -> None:
             "GPUs": planned.cell.world_size,
             "batch": planned.cell.per_gpu_batch_size,
             "accumulation": planned.cell.gradient_accumulation_steps,
-            "state": "recorded" if planned.is_recorded else "missing",
-            "expected": "" if planned.is_recorded else format_duration(planned.estimated_s),
+            **({"options": describe_options(planned.cell)} if with_options else {}),
+            "state": planned.state,
+            "expected": format_duration(planned.estimated_s) if planned.state == "missing" else "",
         }
         for planned in plan.cells
     ]
     _print_table(console, rows)
-    recorded = len(plan.cells) - len(plan.missing)
+    states = Counter(planned.state for planned in plan.cells)
     console.print(
-        f"{plan.spec.name} on {plan.device.environment.gpu}: {len(plan.cells)} cells, {recorded} recorded, "
-        f"{len(plan.missing)} to measure"
-        + (f", about {format_duration(plan.estimated_s)} by the closed forms" if plan.missing else ""),
+        f"{plan.spec.name} on {plan.device.environment.gpu}: {len(plan.cells)} cells, {states['recorded']} recorded, "
+        + (f"{states['refused']} refused, " if states["refused"] else "")
+        + f"{plan.cells_to_measure} to measure"
+        + (f", about {format_duration(plan.estimated_s)} by the closed forms" if plan.cells_to_measure else ""),
         markup=False,
     )
+    if plan.goal < len(plan.cells):
+        console.print(f"a predictor chooses {plan.goal} cells of the grid", markup=False)
+    limits = {
+        "max_hours": plan.spec.max_hours,
+        "max_cells": plan.spec.max_cells,
+        "max_failures": plan.spec.max_failures,
+    }
+    stated = [f"{name} {value:g}" for name, value in limits.items() if value is not None]
+    if stated:
+        console.print(f"ends early at {', '.join(stated)}", markup=False)
 
 
 def print_result(plan: CampaignPlan, result: CampaignResult, *, console: Console) -> None:
@@ -71,6 +85,8 @@ def print_result(plan: CampaignPlan, result: CampaignResult, *, console: Console
         f"data: {result.data}",
         markup=False,
     )
+    if result.end:
+        console.print(result.end, markup=False)
 
 
 def print_retraining(result: RetrainResult, *, console: Console) -> None:

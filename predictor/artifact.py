@@ -12,8 +12,8 @@ from precision_time.predictor.hardware import HardwareSpec
 from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import IntegrityError, NotFoundError
+from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry, configured_registry_url
-from precision_time.storage.schema import ArtifactManifest
 
 __all__ = [
     "SERVING_FILES",

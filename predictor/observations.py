@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ from precision_time.predictor.cards import Card, find_card
 from precision_time.predictor.closed_form import ClosedForm, TrainingSetup, fill_pipeline
 from precision_time.predictor.features import Query
 from precision_time.predictor.hardware import HardwareSpec, find_hardware
-from precision_time.predictor.precision import parse_precision
+from precision_time.predictor.implementation import Checkpointing, Implementation
+from precision_time.predictor.precision import Precision, parse_precision
 from precision_time.predictor.public_table import row_implementation, row_parallelism
 from precision_time.predictor.workload import WorkloadFeatures, describe_card, describe_entry, find_workload
 from precision_time.predictor.zoo import find_entry
@@ -99,17 +100,34 @@ def observe(
                 TrainingSetup(
                     workload=find_own_card(measured.model),
                     hardware=find_device(measured.gpu),
-                    precision=parse_precision(measured.precision),
+                    precision=_precision_of(measured),
                     world_size=measured.world_size,
                     nodes=measured.nodes,
                     batch_size=measured.per_gpu_batch_size,
                     gradient_accumulation_steps=measured.gradient_accumulation_steps,
                     strategy=measured.strategy,
+                    implementation=_implementation_of(measured),
                 )
             ),
         )
         for measured in measurements
     ]
+
+
+def _precision_of(measured: Measurement) -> Precision:
+    """Its policy; compressed gradients travel in another format than it says."""
+    precision = parse_precision(measured.precision)
+    return precision if measured.compression == "none" else replace(precision, communicate=measured.compression)
+
+
+def _implementation_of(measured: Measurement) -> Implementation:
+    """The options of the run. One at its default is told as nothing: a question that is silent about it means that."""
+    return Implementation(
+        channels_last=measured.channels_last or None,
+        compiled=measured.compiled or None,
+        checkpointing=None if measured.checkpointing == "none" else cast(Checkpointing, measured.checkpointing),
+        fused_kernels=measured.fused_optimizer or None,
+    )
 
 
 #: A card stands for a row's network when their parameters differ by less than this share; else the row's own facts do.

@@ -4,9 +4,11 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ClusterLostError",
     "GoalNotMetError",
     "InputError",
     "IntegrityError",
+    "NoWorkersError",
     "NotFoundError",
     "OutOfDomainError",
     "PartialError",
@@ -163,3 +165,15 @@ class OutOfDomainError(PrecisionTimeError, ValueError):
 
     code = "E-OUT-OF-DOMAIN"
     exit_code = 6
+
+
+class NoWorkersError(PrecisionTimeError, RuntimeError):
+    """The workers that a campaign needs did not come, or are all gone."""
+
+    code = "E-NO-WORKERS"
+
+
+class ClusterLostError(PrecisionTimeError, RuntimeError):
+    """The scheduler of the cluster is gone; nothing more can be measured on it."""
+
+    code = "E-CLUSTER-LOST"

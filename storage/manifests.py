@@ -4,17 +4,19 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from precision_time.storage.documents import dump_json, parse_json
 from precision_time.storage.errors import InputError, IntegrityError
-from precision_time.storage.schema import SCHEMA_VERSION, ArtifactFile, ArtifactManifest
+from precision_time.storage.schema import SCHEMA_VERSION
 
 __all__ = [
     "MANIFEST",
     "MAX_FILE_BYTES",
+    "ArtifactFile",
+    "ArtifactManifest",
     "check_alias",
     "check_name",
     "check_version",
@@ -38,6 +40,51 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class ArtifactFile(BaseModel):
+    """One file of an artifact: its name in the artifact's folder, its size and its digest."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class ArtifactManifest(BaseModel):
+    """What a published predictor is: its files, what it was trained on, and how well it did.
+
+    ``accuracy`` maps split -> method -> metric -> value (fractions); methods are ``predictor``,
+    ``precision_blind``, ``roofline`` (times one fitted factor) and ``closed_form``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = SCHEMA_VERSION
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    version: int = Field(ge=1)
+    created_at: str
+    files: tuple[ArtifactFile, ...]
+    feature_names: dict[str, list[str]]
+    hardware: list[str]
+    default_gpu: str
+    precisions: list[str]
+    training_data_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    training_rows: int = Field(ge=0)
+    training_configurations: int = Field(ge=0)
+    holdout_models: list[str]
+    seed: int
+    parameters: dict[str, float | int | str]
+    accuracy: dict[str, dict[str, dict[str, float | None]]]
+    package_versions: dict[str, str]
+    #: digest of all other fields; the registry fills it in when it publishes
+    manifest_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+
+    @property
+    def artifact_id(self) -> str:
+        """``name@version``, how an answer names what made it."""
+        return f"{self.name}@{self.version}"
 
 
 def is_name(name: object) -> TypeGuard[str]:

@@ -1,11 +1,11 @@
 """From iterations to measurements: one row per cell, by the slowest rank of each step and the median over steps."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from precision_time.storage.schema import Measurement
+from precision_time.storage.schema import OPTIONS, Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,7 +22,9 @@ _PARTS = (
     "compute_time_s",
     "communication_time_s",
     "exposed_communication_s",
+    "isolated_communication_s",
 )
+_CONDITIONS = ("gpu_clock_hz", "power_w", "temperature_c")
 _DESCRIPTION = (
     "model",
     "task_input",
@@ -35,7 +37,9 @@ _DESCRIPTION = (
     "gradient_accumulation_steps",
     "framework",
     "model_params",
+    *OPTIONS,
 )
+_MARKS = ("is_cold", "is_settled", "throttled", "contended", "energy_j")
 _STEP = ["cell_id", "step"]
 
 
@@ -47,14 +51,21 @@ def measure_cells(
     Of each measured step (not warm-up, not skipped by loss scaling on any rank) the rank with the longest iteration
     counts, with all its parts, so that they still add up; then the median over steps is taken, part by part. Exposed
     communication is a difference of two noisy times and may be negative in a row; its median is not let below 0.
-    A step is left out whole when a rank is missing or has no usable time. ``forward_flops`` maps models to FLOPs of
-    the forward pass of one sample.
+    A step is left out whole when a rank is missing or has no usable time. Of a cell whose level changed while it was
+    measured (``is_cold``) only the steps after the change count; the median before it is reported beside. Conditions
+    are medians over ranks and steps, energy is summed over ranks. ``forward_flops`` maps models to FLOPs of the forward
+    pass of one sample.
     """
-    columns = [*_STEP, "rank", "is_warmup", "step_skipped", "iteration_time_s", "peak_memory_bytes"]
-    rows = timings.select([*columns, *_PARTS, *_DESCRIPTION]).to_pandas()
+    columns = [*_STEP, "rank", "is_warmup", "step_skipped", "iteration_time_s", "peak_memory_bytes", *_MARKS]
+    rows = timings.select([*columns, *_PARTS, *_CONDITIONS, *_DESCRIPTION]).to_pandas()
+    for mark in ("is_cold", "is_settled", "throttled", "contended"):
+        rows[mark] = rows[mark].astype("boolean")
     cells = sorted(rows["cell_id"].unique())
+    cold_times = _cold_times(rows)
     rows = rows[~rows["is_warmup"]]
-    rows = rows[~_anywhere_in_step(rows, rows["step_skipped"])]
+    skipped = _anywhere_in_step(rows, rows["step_skipped"])
+    skipped_steps = rows[skipped].groupby("cell_id", observed=True)["step"].nunique()
+    rows = rows[~skipped & ~rows["is_cold"].fillna(False).astype(bool)]
     usable = rows["iteration_time_s"].gt(0) & rows["iteration_time_s"].le(MAX_ITERATION_TIME_S)
     bad_step = _anywhere_in_step(rows, ~usable)
     partial = rows.groupby(_STEP, observed=True)["rank"].transform("nunique").ne(rows["world_size"]) & ~bad_step
@@ -66,6 +77,7 @@ def measure_cells(
     order = [*_STEP, "iteration_time_s", "rank"]
     slowest = rows.sort_values(order, ascending=[True, True, False, True]).drop_duplicates(_STEP)
     by_cell = slowest.groupby("cell_id", observed=True)
+    beside = _Beside(rows)
     medians = by_cell[["iteration_time_s", *_PARTS]].median()
     quartiles = by_cell["iteration_time_s"].quantile([0.25, 0.75]).unstack()
     counts = by_cell.size()
@@ -103,9 +115,55 @@ def measure_cells(
                 model_params=int(what["model_params"]),
                 forward_flops_per_sample=forward_flops.get(str(what["model"])),
                 cell_id=str(cell),
+                channels_last=bool(what["channels_last"]),
+                compiled=bool(what["compiled"]),
+                checkpointing=str(what["checkpointing"]),
+                fused_optimizer=bool(what["fused_optimizer"]),
+                compression=str(what["compression"]),
+                cold_iteration_time_s=cold_times.get(str(cell)),
+                isolated_communication_s=_number(median["isolated_communication_s"]),
+                skipped_steps=int(skipped_steps.get(cell, 0)),
+                **beside.of(cell),
             )
         )
     return measurements, sorted(problems)
+
+
+class _Beside:
+    """What stands beside the times of a cell, from the rows of all ranks in the steps that count."""
+
+    def __init__(self, rows: "pd.DataFrame") -> None:
+        self._cells = rows.groupby("cell_id", observed=True)
+        waits = rows.groupby(_STEP, observed=True)["communication_time_s"]
+        # A rank without a time leaves no difference that means anything.
+        spread = (waits.max() - waits.min()).where(waits.count() == waits.size())
+        self._skew = spread.groupby("cell_id", observed=True).median()
+        self._conditions = self._cells[list(_CONDITIONS)].median()
+        # Every rank's own figure is the same in all its rows; the sum is unknown where one is.
+        energy = rows.groupby(["cell_id", "rank"], observed=True)["energy_j"].median()
+        self._energy = energy.groupby("cell_id", observed=True).sum(min_count=1)
+        self._energy_known = energy.notna().groupby("cell_id", observed=True).all()
+        self._shares = self._cells[["throttled", "contended", "is_settled"]].mean()
+
+    def of(self, cell: str) -> dict[str, Any]:
+        """Fields of the ``Measurement`` of ``cell``."""
+        conditions, shares = self._conditions.loc[cell], self._shares.loc[cell]
+        settled = _number(shares["is_settled"])
+        return {
+            "skew_s": _number(self._skew.loc[cell]),
+            "energy_j": _number(self._energy.loc[cell]) if self._energy_known.loc[cell] else None,
+            **{name: _number(conditions[name]) for name in _CONDITIONS},
+            "throttled_share": _number(shares["throttled"]),
+            "contended_share": _number(shares["contended"]),
+            "settled": None if settled is None else settled == 1.0,
+        }
+
+
+def _cold_times(rows: "pd.DataFrame") -> dict[str, float]:
+    """The median over cold steps (warm-up ones too) of the slowest rank, of the cells that have any."""
+    cold = rows[rows["is_cold"].fillna(False).astype(bool) & ~rows["step_skipped"]]
+    slowest = cold.groupby(_STEP, observed=True)["iteration_time_s"].max()
+    return {str(cell): float(value) for cell, value in slowest.groupby("cell_id", observed=True).median().items()}
 
 
 def _anywhere_in_step(rows: "pd.DataFrame", marked: "pd.Series[bool]") -> "pd.Series[bool]":
@@ -118,5 +176,7 @@ def _reasons(rows: "pd.DataFrame", reason: str) -> list[tuple[str, str]]:
     return [(str(cell), f"{count} steps left out: {reason}") for cell, count in steps.items()]
 
 
-def _number(value: float) -> float | None:
-    return None if value != value else float(value)  # NaN: no row of the cell has this part
+def _number(value: Any) -> float | None:
+    import pandas as pd
+
+    return None if pd.isna(value) else float(value)  # no row of the cell has this part

@@ -1,7 +1,7 @@
 """Parquet with a declared schema: written with checksums, and read so that damage is an error, never a value."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 import pyarrow as pa
@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precision_time.storage.errors import InputError, IntegrityError
-from precision_time.storage.schema import SCHEMA_VERSION, arrow_schema
+from precision_time.storage.schema import ROW_VERSION, arrow_schema
 from precision_time.storage.seal import add_seal, check_seal
 
 __all__ = ["conform", "encode_table", "read_table", "table_of"]
@@ -66,10 +66,10 @@ def encode_table(table: pa.Table, record: type) -> bytes:
 def read_table(data: bytes, record: type, *, name: str = "this file") -> pa.Table:
     """The table in a Parquet file called ``name``, with exactly the schema of ``record``.
 
-    An integer column is read as floating point where the schema says so, a missing optional column as null. Raises
-    ``IntegrityError`` naming the file (and the column) for anything else: damage, another type, a missing or unknown
-    column, a newer schema version, or more rows than fit in 128 MiB. A file of another writer has no seal and is read
-    with the checks that Parquet itself offers.
+    An integer column is read as floating point where the schema says so, and a missing column that the record has a
+    default for as that default: files of earlier schemas lack it. Raises ``IntegrityError`` naming the file (and the
+    column) for anything else: damage, another type, a missing or unknown column, a newer schema version, or more rows
+    than fit in 128 MiB. A file of another writer has no seal and is read with the checks that Parquet itself offers.
     """
     schema = arrow_schema(record)
     check_seal(data, name)
@@ -78,7 +78,7 @@ def read_table(data: bytes, record: type, *, name: str = "this file") -> pa.Tabl
         found = file.schema_arrow
         _check_claims(file.metadata, schema, name)
         _check_labels(found.metadata or {}, record, name)
-        _check_columns(found, schema, name)
+        _check_columns(found, schema, _defaults(record), name)
         # Also where the file does not ask for it: repeated text must stay one value while it is decoded.
         encoded = [field.name for field in _text_fields(schema) if field.name in found.names]
         table = _open(data, read_dictionary=encoded, metadata=file.metadata).read(use_threads=False)
@@ -94,15 +94,16 @@ def read_table(data: bytes, record: type, *, name: str = "this file") -> pa.Tabl
 def conform(table: pa.Table, record: type, *, name: str) -> pa.Table:
     """``table`` with exactly the columns and types of ``record``.
 
-    Integer to floating point and text to encoded text are the only changes; a missing optional column becomes null.
-    Raises ``IntegrityError`` naming the column otherwise.
+    Integer to floating point and text to encoded text are the only changes; a missing column gets the default of its
+    field, or null. Raises ``IntegrityError`` naming the column otherwise.
     """
-    schema = arrow_schema(record)
-    _check_columns(table.schema, schema, name)
+    schema, defaults = arrow_schema(record), _defaults(record)
+    _check_columns(table.schema, schema, defaults, name)
     columns = []
     for field in schema:
         if field.name not in table.column_names:
-            columns.append(pa.nulls(table.num_rows, field.type))
+            default = pa.scalar(defaults.get(field.name), type=_plain_type(field.type))
+            columns.append(_convert(pa.chunked_array([pa.repeat(default, table.num_rows)]), field.type))
             continue
         column = table.column(field.name)
         if column.null_count and not field.nullable:
@@ -114,6 +115,15 @@ def conform(table: pa.Table, record: type, *, name: str) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
+def _defaults(record: type) -> dict[str, Any]:
+    """What a missing column holds; never its schema version, which is not the file's."""
+    return {
+        entry.name: entry.default
+        for entry in fields(record)
+        if entry.default is not MISSING and entry.name != "schema_version"
+    }
+
+
 def _convert(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
     if column.type == wanted:
         return column
@@ -123,7 +133,7 @@ def _convert(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
     return column.cast(wanted)
 
 
-def _check_columns(found: pa.Schema, schema: pa.Schema, name: str) -> None:
+def _check_columns(found: pa.Schema, schema: pa.Schema, defaults: dict[str, Any], name: str) -> None:
     """By the schemas alone, so that nothing is decoded for a file that does not fit."""
     repeated = {column for column in found.names if found.names.count(column) > 1}
     for problem, columns in (
@@ -138,7 +148,7 @@ def _check_columns(found: pa.Schema, schema: pa.Schema, name: str) -> None:
         if field.name in found.names:
             if not _is_readable_as(found.field(field.name).type, field):
                 raise _misfit(name, field, str(found.field(field.name).type))
-        elif not field.nullable:
+        elif not field.nullable and field.name not in defaults:
             raise IntegrityError(f"{name} lacks the column {field.name}", expected=f"{field.name} of {field.type}")
 
 
@@ -204,11 +214,11 @@ def _check_versions(table: pa.Table, name: str) -> None:
 
 
 def _check_version(version: int, name: str) -> None:
-    if not 1 <= version <= SCHEMA_VERSION:
+    if not 1 <= version <= ROW_VERSION:
         raise IntegrityError(
             f"{name} was written by another version",
             got=f"schema version {version}",
-            expected=f"schema version 1 to {SCHEMA_VERSION}",
+            expected=f"schema version 1 to {ROW_VERSION}",
             fix="update precision-time, or record it again with this version",
         )
 
@@ -230,4 +240,8 @@ def _misfit(name: str, field: pa.Field, got: str) -> IntegrityError:
 
 
 def _plain(kind: pa.DataType) -> str:
-    return str(kind.value_type if pa.types.is_dictionary(kind) else kind)
+    return str(_plain_type(kind))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -20,6 +20,8 @@ from precision_time.storage.errors import (
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.manifests import (
     MANIFEST,
+    ArtifactFile,
+    ArtifactManifest,
     check_alias,
     check_name,
     check_version,
@@ -33,7 +35,6 @@ from precision_time.storage.manifests import (
     seal_manifest,
     unpack_manifest,
 )
-from precision_time.storage.schema import ArtifactFile, ArtifactManifest
 
 __all__ = ["Registry", "configured_registry_url"]
 

@@ -1,24 +1,23 @@
-"""What one row, one outcome and one artifact are: the records on disk, their Arrow schemas, and their version."""
+"""What one row and one outcome are: the records on disk, their Arrow schemas, and their version."""
 
-import hashlib
-import json
 import math
 import types
 import typing
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from precision_time.storage.cells import CHECKPOINTING, COMPRESSION, OPTIONS, Environment, GridCell
 from precision_time.storage.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
+    "CHECKPOINTING",
+    "COMPRESSION",
+    "OPTIONS",
+    "ROW_VERSION",
     "SCHEMA_VERSION",
-    "ArtifactFile",
-    "ArtifactManifest",
     "CellOutcome",
     "CellStatus",
     "Environment",
@@ -28,96 +27,22 @@ __all__ = [
     "arrow_schema",
 ]
 
+#: Of artifacts.
 SCHEMA_VERSION = 1
+#: Of rows. 2: options of the run, conditions, energy, regimes; files of version 1 are read with defaults and nulls.
+ROW_VERSION = 2
 
 CellStatus = Literal["recorded", "failed", "refused"]
-
-
-def _positive_integer(name: str, value: object, *, at_least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise InputError(f"{name} is not usable", got=repr(value), expected=f"an integer of at least {at_least}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """The machine and software of a cell, as far as they may change a timing.
-
-    ``gpu`` is the hardware name (``predictor/data/gpus.toml``); on a CPU it is ``cpu-<model>-<cores>c``.
-    """
-
-    device_type: str
-    gpu: str
-    cpu_model: str
-    cpu_cores: int
-    driver_version: str = ""
-    cuda_version: str = ""
-    framework: str = "pytorch"
-    framework_version: str = ""
-    backend: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridCell:
-    """One point of the grid: model x precision x world size x batch, on one kind of machine.
-
-    ``precision`` is a canonical name; ``per_gpu_batch_size`` counts the samples of one rank in one micro-step.
-    Raises ``InputError`` for a number that is not a positive integer or an empty name.
-    """
-
-    model: str
-    precision: str
-    world_size: int
-    per_gpu_batch_size: int
-    gradient_accumulation_steps: int = 1
-    strategy: str = "ddp"
-    nodes: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("world_size", "per_gpu_batch_size", "gradient_accumulation_steps", "nodes"):
-            _positive_integer(name, getattr(self, name))
-        for name in ("model", "precision", "strategy"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise InputError(f"{name} is not usable", got=repr(value), expected="a name")
-        if self.world_size % self.nodes:
-            raise InputError(
-                "the ranks do not divide over the nodes",
-                got=f"world_size {self.world_size} / nodes {self.nodes}",
-                expected="a whole number of ranks per node",
-            )
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples in one iteration over all ranks."""
-        return self.per_gpu_batch_size * self.world_size * self.gradient_accumulation_steps
-
-    @property
-    def label(self) -> str:
-        """Short text for logs and tables, e.g. ``resnet50 amp_bf16 x8 b32``."""
-        accumulation = f" a{self.gradient_accumulation_steps}" if self.gradient_accumulation_steps > 1 else ""
-        return f"{self.model} {self.precision} x{self.world_size} b{self.per_gpu_batch_size}{accumulation}"
-
-    def cell_id(self, environment: Environment) -> str:
-        """16 hex digits: the content hash of the cell and its environment, without the attempt.
-
-        Fields at their default are left out of the hash, so a later schema can add one and recorded cells keep
-        their names.
-        """
-        content = {"cell": _stated(self), "environment": _stated(environment)}
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _stated(record: GridCell | Environment) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in fields(record) if getattr(record, f.name) != f.default}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellOutcome:
     """One attempt at one cell, failed ones too.
 
-    ``cause`` is empty when recorded, else a short stable word: ``precision-unsupported``, ``exception``,
-    ``exit code N``, ``signal N``, ``memory-limit``, ``timed out``, ``corrupt fragment``, ``lost contact``.
+    ``cause`` is empty when recorded, else a short stable word. Refused: ``precision-unsupported``,
+    ``strategy-unsupported``, ``option-unsupported``. Failed: ``exception``, ``exit code N``, ``signal N``,
+    ``memory-limit``, ``timed out``, ``corrupt fragment``, ``lost contact``, ``nan loss``, ``environment changed``,
+    ``throttled``, ``contended``, ``unsteady``, ``no usable step``.
     """
 
     cell_id: str
@@ -137,7 +62,12 @@ class CellOutcome:
     host: str
     started_at: float
     duration_s: float
-    schema_version: int = SCHEMA_VERSION
+    channels_last: bool = False
+    compiled: bool = False
+    checkpointing: str = "none"
+    fused_optimizer: bool = False
+    compression: str = "none"
+    schema_version: int = ROW_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +81,16 @@ class IterationTiming:
     ``loss_scale`` is null without loss scaling; ``step_skipped`` marks an optimizer step that GradScaler left out.
     ``peak_memory_bytes`` is allocated device memory on CUDA and peak resident memory of the process on a CPU.
     ``is_steady`` says whether the cell passed the steady-state test before measuring (else the cap ended warm-up).
+
+    ``bucket_bytes`` are bytes on the wire, compressed if they are. ``isolated_communication_s`` is an all-reduce of the
+    same buckets with nothing beside it, measured once per cell. ``is_cold`` marks steps before the last change of
+    level in the series of the cell's slowest rank, and ``is_settled`` says whether that series came to rest after it.
+    Conditions are those of the block of steps that the row is one of: ``gpu_clock_hz`` to ``throttle_reasons`` by NVML
+    (null without it; ``throttled`` by heat or hardware, an ordinary power cap is only among the reasons),
+    ``other_cpu_share`` the share of the host's CPU time that processes other than the cell's ranks took,
+    ``steal_share`` what its hypervisor gave to others, ``contended`` whether one of these or the load average was
+    beyond its bound. ``energy_j`` is this rank's GPU over one measured iteration; null with the reason beside it.
+    In files of version 1 all of these are null or at their defaults.
     """
 
     # the cell
@@ -199,15 +139,41 @@ class IterationTiming:
     host: str
     load_average: float
     recorded_at: float
-    schema_version: int = SCHEMA_VERSION
+    # how the same training was run
+    channels_last: bool = False
+    compiled: bool = False
+    checkpointing: str = "none"
+    fused_optimizer: bool = False
+    compression: str = "none"
+    # since version 2
+    isolated_communication_s: float | None = None
+    is_cold: bool | None = None
+    is_settled: bool | None = None
+    gpu_clock_hz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    throttled: bool | None = None
+    throttle_reasons: str = ""
+    contended: bool | None = None
+    other_cpu_share: float | None = None
+    steal_share: float | None = None
+    energy_j: float | None = None
+    energy_reason: str = "not recorded"
+    schema_version: int = ROW_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """One measured training configuration: what campaigns and public tables share, and predictors learn from.
 
-    ``iteration_time_s`` is the median over measured steps of the slowest rank. Parts that were not measured are
-    None. ``relative_iqr`` is the interquartile range of the iteration time over its median.
+    ``iteration_time_s`` is the median over measured steps of the slowest rank, of those after the last change of level
+    where there was one; ``cold_iteration_time_s`` is the median of all steps before it, None without a change, and
+    ``settled`` whether the series came to rest. Parts that were not measured are None. ``relative_iqr`` is the
+    interquartile range of the iteration time over its median. ``skew_s`` is the median over steps of the longest
+    minus the shortest communication of the ranks: a bucket lands on all ranks at about the same time, so the rank that
+    waits longest is early by that much (clocks of several hosts need not agree). ``skipped_steps`` were left out by
+    loss scaling. ``energy_j`` is one iteration of all GPUs together. ``throttled_share`` and ``contended_share`` are
+    shares of the measured steps.
     """
 
     source: str
@@ -234,7 +200,23 @@ class Measurement:
     model_params: int | None = None
     forward_flops_per_sample: float | None = None
     cell_id: str = ""
-    schema_version: int = SCHEMA_VERSION
+    channels_last: bool = False
+    compiled: bool = False
+    checkpointing: str = "none"
+    fused_optimizer: bool = False
+    compression: str = "none"
+    cold_iteration_time_s: float | None = None
+    settled: bool | None = None
+    isolated_communication_s: float | None = None
+    skew_s: float | None = None
+    skipped_steps: int | None = None
+    energy_j: float | None = None
+    gpu_clock_hz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    throttled_share: float | None = None
+    contended_share: float | None = None
+    schema_version: int = ROW_VERSION
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.iteration_time_s) and self.iteration_time_s > 0):
@@ -246,7 +228,10 @@ class Measurement:
 
     @property
     def configuration(self) -> tuple[str | int, ...]:
-        """What folds are made of: replicates of one configuration never straddle two folds."""
+        """What folds are made of: replicates of one configuration never straddle two folds.
+
+        Options at their defaults are left out, as they are of ``cell_id``.
+        """
         return (
             self.model,
             self.task_input,
@@ -258,52 +243,8 @@ class Measurement:
             self.per_gpu_batch_size,
             self.gradient_accumulation_steps,
             self.framework,
+            *(f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) not in (False, "none")),
         )
-
-
-class ArtifactFile(BaseModel):
-    """One file of an artifact: its name in the artifact's folder, its size and its digest."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    size_bytes: int = Field(ge=0)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-
-class ArtifactManifest(BaseModel):
-    """What a published predictor is: its files, what it was trained on, and how well it did.
-
-    ``accuracy`` maps split -> method -> metric -> value (fractions); methods are ``predictor``,
-    ``precision_blind``, ``roofline`` (times one fitted factor) and ``closed_form``.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    schema_version: int = SCHEMA_VERSION
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
-    version: int = Field(ge=1)
-    created_at: str
-    files: tuple[ArtifactFile, ...]
-    feature_names: dict[str, list[str]]
-    hardware: list[str]
-    default_gpu: str
-    precisions: list[str]
-    training_data_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    training_rows: int = Field(ge=0)
-    training_configurations: int = Field(ge=0)
-    holdout_models: list[str]
-    seed: int
-    parameters: dict[str, float | int | str]
-    accuracy: dict[str, dict[str, dict[str, float | None]]]
-    package_versions: dict[str, str]
-    #: digest of all other fields; the registry fills it in when it publishes
-    manifest_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
-
-    @property
-    def artifact_id(self) -> str:
-        """``name@version``, how an answer names what made it."""
-        return f"{self.name}@{self.version}"
 
 
 def arrow_schema(record: type) -> "pa.Schema":
@@ -326,6 +267,4 @@ def arrow_schema(record: type) -> "pa.Schema":
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         plain = next(option for option in options if option is not type(None))
         columns.append(pa.field(entry.name, column_types[plain], nullable=type(None) in options))
-    return pa.schema(
-        columns, metadata={"precision_time.schema_version": str(SCHEMA_VERSION), "record": record.__name__}
-    )
+    return pa.schema(columns, metadata={"precision_time.schema_version": str(ROW_VERSION), "record": record.__name__})

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from precision_time.storage.filesystem import open_store
 from precision_time.storage.local import LocalStore
 from precision_time.storage.measurements import MAX_ITERATION_TIME_S, measure_cells
 from precision_time.storage.parquet import conform, encode_table, read_table, table_of
-from precision_time.storage.schema import CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
+from precision_time.storage.schema import OPTIONS, CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
 
 __all__ = ["CardKind", "TimingsDataset", "escape_name", "read_table", "unescape_name", "write_fragment"]
 
@@ -37,9 +37,15 @@ _READERS = 8
 # What makes a file one cell: a mixture would give medians of nothing.
 _SAME_IN_A_CELL = (
     "cell_id", "attempt", "model", "task_input", "requested_precision", "effective_precision", "world_size", "nodes",
-    "per_gpu_batch_size", "gradient_accumulation_steps", "strategy", "gpu", "framework",
+    "per_gpu_batch_size", "gradient_accumulation_steps", "strategy", *OPTIONS,
+    # another driver or release is another cell: see GridCell.cell_id
+    "device_type", "gpu", "cpu_model", "cpu_cores", "driver_version", "cuda_version", "framework", "framework_version",
+    "backend",
 )  # fmt: skip
-_TIMES = ("forward_time_s", "backward_time_s", "optimizer_time_s", "compute_time_s", "communication_time_s")
+_TIMES = (
+    "forward_time_s", "backward_time_s", "optimizer_time_s", "compute_time_s", "communication_time_s",
+    "isolated_communication_s", "energy_j",
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
@@ -169,9 +175,9 @@ class TimingsDataset:
             return arrow_schema(IterationTiming).empty_table()
         return pa.concat_tables(tables).unify_dictionaries()
 
-    def outcomes(self, *, strict: bool = False) -> list[CellOutcome]:
-        """All outcomes, by cell and attempt; unsound files as in ``read``."""
-        tables = self._read_files(_OUTCOMES, CellOutcome, _check_outcome_file, strict=strict)
+    def outcomes(self, *, strict: bool = False, cells: Container[str] | None = None) -> list[CellOutcome]:
+        """All outcomes or those of ``cells``, by cell and attempt; unsound files as in ``read``."""
+        tables = self._read_files(_OUTCOMES, CellOutcome, _check_outcome_file, strict=strict, cells=cells)
         found = [CellOutcome(**row) for table in tables for row in table.to_pylist()]
         return sorted(found, key=lambda outcome: (outcome.cell_id, outcome.attempt))
 
@@ -251,6 +257,7 @@ class TimingsDataset:
         *,
         strict: bool,
         digests: dict[str, str] | None = None,
+        cells: Container[str] | None = None,
     ) -> list[pa.Table]:
         def read(path: str) -> tuple[pa.Table, str] | IntegrityError | InputError | None:
             try:
@@ -263,7 +270,7 @@ class TimingsDataset:
                 return None
             return table, hashlib.sha256(data).hexdigest()
 
-        paths = self._list(folder)
+        paths = [path for path in self._list(folder) if cells is None or _cell_of(path) in cells]
         problems = self._unsound[folder] = []
         tables = []
         # A round trip for each file: what S3 is slow at, and what threads hide.
@@ -281,6 +288,11 @@ class TimingsDataset:
                 if digests is not None:
                     digests[path] = digest
         return tables
+
+
+def _cell_of(path: str) -> str:
+    """The cell id in the name of a file of ours, by which files are chosen without reading them."""
+    return path.rpartition("/")[2][len("cell-") :][:16]
 
 
 def _card_folder(kind: str) -> str:

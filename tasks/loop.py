@@ -7,122 +7,49 @@ import resource
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from precision_time.tasks.buckets import Flight, FlightLog, log_bucket, send_alone
+from precision_time.tasks.clocks import Clock, make_clock
+from precision_time.tasks.conditions import Conditions, Watch
+from precision_time.tasks.device_state import EnergyMeter, GpuMonitor, open_monitor
 from precision_time.tasks.job import MeasurementLimits
+from precision_time.tasks.options import (
+    RunOptions,
+    arrange_module,
+    check_compiled,
+    check_wire,
+    compile_module,
+    fuse_optimizer,
+    lay_out_batch,
+)
 from precision_time.tasks.policies import AppliedPrecision
-from precision_time.tasks.steady import is_steady, least_warmup, pair_size, union_length, warmup_size
+from precision_time.tasks.refusals import LossNotFiniteError
+from precision_time.tasks.steady import (
+    STEADY_TOLERANCE,
+    is_steady,
+    least_warmup,
+    pair_size,
+    union_length,
+    warmup_size,
+)
 from precision_time.tasks.workloads import Workload
 
 __all__ = ["LoopResult", "StepTimes", "TimedLoop"]
-
-#: Relative change between two halves of a window that counts as none; a CPU shares its caches and cores with others.
-STEADY_TOLERANCE = {"cuda": 0.02, "cpu": 0.05}
 
 #: Warm-ups begun anew because buckets changed while measuring; more means that the module changes by itself.
 MAX_RESTARTS = 3
 
 
-class Clock(Protocol):
-    """Marks points in the work of the device; they can be read after ``settle``."""
-
-    def mark(self) -> Any: ...
-    def settle(self) -> None: ...
-    def seconds(self, start: Any, end: Any) -> float: ...
-    def reuse(self) -> None: ...
-
-
-class HostClock:
-    """A CPU works when the host does: marks are readings of ``perf_counter``."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def settle(self) -> None:
-        return
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def reuse(self) -> None:
-        return
-
-
-class DeviceClock:
-    """CUDA events on the current stream, made once and used in every block, so that no step waits for the device."""
-
-    def __init__(self, count: int = 256) -> None:
-        self._free = [_new_event() for _ in range(count)]
-        self._used: list[torch.cuda.Event] = []
-
-    def mark(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else _new_event()
-        event.record()
-        self._used.append(event)
-        return event
-
-    def settle(self) -> None:
-        torch.cuda.synchronize()
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return float(start.elapsed_time(end)) / 1e3
-
-    def reuse(self) -> None:
-        self._free += self._used
-        self._used = []
-
-
-def _new_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-@dataclass(slots=True)
-class Flight:
-    """One bucket on its way: its size and the marks at its all-reduce's start and end."""
-
-    bucket_bytes: int
-    start: Any
-    end: Any = None
-
-
-@dataclass(slots=True)
-class FlightLog:
-    """The state of the communication hook: the buckets of the step under way."""
-
-    clock: Clock
-    world_size: int
-    flights: list[Flight] = field(default_factory=list)
-
-    def take(self) -> list[Flight]:
-        """The flights since the last call."""
-        taken, self.flights = self.flights, []
-        return taken
-
-
-def log_bucket(state: FlightLog, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """DDP communication hook: average the bucket over the ranks as DDP would, and note when it left and landed."""
-    buffer = bucket.buffer().div_(state.world_size)
-    flight = Flight(bucket_bytes=buffer.numel() * buffer.element_size(), start=state.clock.mark())
-    state.flights.append(flight)
-
-    def land(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # On CUDA this runs at once, on a stream that waits for the collective: the mark is in the right place there.
-        flight.end = state.clock.mark()
-        return future.value()[0]
-
-    work: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
-    return work.then(land)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """One iteration: seconds of its parts, what was sent, and what the loss scaler did."""
+    """One iteration: seconds of its parts, what was sent, what the loss scaler did, and the conditions of its block."""
 
     iteration_s: float
     forward_s: float
@@ -134,6 +61,7 @@ class StepTimes:
     step_skipped: bool
     recorded_at: float
     peak_memory_bytes: int
+    conditions: Conditions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +69,17 @@ class LoopResult:
     """Warm-up steps, measured steps, and for each measured step its partner without synchronisation.
 
     With one rank nothing is synchronised: ``local`` holds the measured steps themselves.
+    ``isolated_communication_s`` is an all-reduce of the same buckets with nothing beside it; ``energy_j`` are joules
+    of this rank's GPU in one measured iteration, None for the reason beside it.
     """
 
     warmup: list[StepTimes]
     synced: list[StepTimes]
     local: list[StepTimes]
     steady: bool
+    isolated_communication_s: float | None = None
+    energy_j: float | None = None
+    energy_reason: str = "not measured"
 
 
 @dataclass(slots=True)
@@ -158,10 +91,17 @@ class _Marks:
     loss_scale: float | None
     step_skipped: bool
     recorded_at: float
+    #: what a fused optimizer was told of infinite gradients: it is called for skipped steps too
+    found_inf: torch.Tensor | None = None
 
 
 class TimedLoop:
-    """Trains ``workload`` on one batch that stays on the device, and times every step."""
+    """Trains ``workload`` on one batch that stays on the device, and times every step.
+
+    ``module`` is what a step calls: the workload's own, behind torch.compile if asked, in DDP with more than one rank.
+    Raises ``CellRefusedError`` for options that cannot be put in force here. ``cores`` is how many cores the ranks on
+    this host use together, ``ranks_here`` how many ranks that are.
+    """
 
     def __init__(
         self,
@@ -173,26 +113,52 @@ class TimedLoop:
         batch_size: int,
         accumulation_steps: int,
         limits: MeasurementLimits,
+        options: RunOptions | None = None,
+        cores: int = 1,
+        ranks_here: int | None = None,
     ) -> None:
         self.workload, self.policy, self.device = workload, policy, device
         self.world_size, self.accumulation_steps, self.limits = world_size, accumulation_steps, limits
-        self.clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
-        self.log = FlightLog(self.clock, world_size)
-        self.module: nn.Module = workload.module.train()
+        self.options = options or RunOptions()
+        self.clock: Clock = make_clock(device)
+        self.log = FlightLog(self.clock, world_size, wire_dtype=self.options.wire_dtype)
+        module = workload.module.train()
+        arrange_module(module, self.options)
+        if self.options.compiled:
+            # Inside DDP: Dynamo leaves DDP's own forward to the interpreter, and with it a module that is a sequence.
+            module = compile_module(module, device=device)
+        self._parallel: DistributedDataParallel | None = None
         if world_size > 1:
+            if self.log.wire_dtype is not None:
+                check_wire(self.log.wire_dtype, device=device)
             devices = [device] if device.type == "cuda" else None
-            parallel = DistributedDataParallel(self.module, device_ids=devices)
-            parallel.register_comm_hook(self.log, log_bucket)
-            self.module = parallel
+            self._parallel = DistributedDataParallel(module, device_ids=devices)
+            self._parallel.register_comm_hook(self.log, log_bucket)
+        self.module: nn.Module = self._parallel or module
         self.optimizer = workload.make_optimizer(self.module.parameters())
+        if self.options.fused_optimizer:
+            self.optimizer = fuse_optimizer(self.optimizer)
         # Followed here: asking the scaler would make every step wait for the device.
         self._loss_scale = None if policy.scaler is None else policy.scaler.get_scale()
         self._optimizer_steps = 0
-        self.optimizer.register_step_post_hook(self._count_optimizer_step)
-        self.batch = policy.cast_batch(workload.make_batch(batch_size, device))
+        self._found_inf: torch.Tensor | None = None
+        self._skips_inside = policy.scaler is not None and hasattr(self.optimizer, "_step_supports_amp_scaling")
+        self.optimizer.register_step_post_hook(
+            self._keep_found_inf if self._skips_inside else self._count_optimizer_step
+        )
+        self._loss: torch.Tensor | None = None
+        batch = policy.cast_batch(workload.make_batch(batch_size, device))
+        self.batch = lay_out_batch(batch) if self.options.channels_last else batch
+        monitor, reason = _open_monitor(device)
+        self._watch = Watch(monitor=monitor, ranks_here=ranks_here or world_size, cores=cores)
+        self._energy = EnergyMeter(monitor, reason=reason)
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._optimizer_steps += 1
+
+    def _keep_found_inf(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizer_steps += 1
+        self._found_inf = getattr(optimizer, "found_inf", None)
 
     def run(self) -> LoopResult:
         """Warm up and measure. Every decision is rank 0's, and told to the others between two blocks."""
@@ -218,7 +184,16 @@ class TimedLoop:
                 )
                 size = self._agree(size)
                 if size == 0:
-                    return LoopResult(warmup=warmup, synced=synced, local=local, steady=steady)
+                    energy_j, reason = self._energy.per_step()
+                    return LoopResult(
+                        warmup=warmup,
+                        synced=synced,
+                        local=local,
+                        steady=steady,
+                        isolated_communication_s=self._send_alone(synced[-1].buckets),
+                        energy_j=energy_j,
+                        energy_reason=reason,
+                    )
                 synced += self._block(size, synchronise=True, lead_in=True)
                 if self._agree(any(step.buckets != fresh[-1].buckets for step in synced)):
                     warmup += synced
@@ -247,6 +222,8 @@ class TimedLoop:
             if size == 0:
                 return steps
             steps += self._block(size, synchronise=True, lead_in=False)
+            if self.options.compiled:
+                check_compiled()
 
     def _agree(self, value: int) -> int:
         """Rank 0's ``value`` on every rank; never inside a timed region."""
@@ -256,6 +233,11 @@ class TimedLoop:
         dist.broadcast(told, 0)
         return int(told.item())
 
+    def _send_alone(self, buckets: tuple[int, ...]) -> float | None:
+        if self.world_size == 1:
+            return None
+        return send_alone(buckets, dtype=self.log.sent_dtype, device=self.device, clock=self.clock)
+
     def _block(self, size: int, *, synchronise: bool, lead_in: bool) -> list[StepTimes]:
         """``size`` timed steps that start together on all ranks.
 
@@ -264,14 +246,28 @@ class TimedLoop:
         """
         if self.world_size > 1:
             dist.barrier()
-        if lead_in:
-            self._step(synchronise=synchronise)
-        marks = [self._step(synchronise=synchronise) for _ in range(size)]
+        # A measured block has a lead-in; those without synchronisation are another workload.
+        counted = lead_in and synchronise
+        joules = self._energy.start() if counted else None
+        self._watch.start_block()
+        began = time.perf_counter()
+        marks = [self._step(synchronise=synchronise) for _ in range(size + lead_in)]
+        self._watch.look()
         self.clock.settle()
+        if counted:
+            self._energy.add(joules, steps=size + 1, seconds=time.perf_counter() - began)
+        conditions = self._watch.end_block()
+        self._check_loss()
         peak = _peak_memory_bytes(self.device)
-        times = [self._read(mark, peak=peak) for mark in marks]
+        for mark in marks:
+            self._settle_skip(mark)
+        times = [self._read(mark, peak=peak, conditions=conditions) for mark in marks[lead_in:]]
         self.clock.reuse()
         return times
+
+    def _check_loss(self) -> None:
+        if self._loss is not None and not bool(torch.isfinite(self._loss).all()):
+            raise LossNotFiniteError(f"the loss is {self._loss.item()}")
 
     def _step(self, *, synchronise: bool) -> _Marks:
         """One iteration. Gradients are sent in its last micro-step only, or never without ``synchronise``."""
@@ -296,6 +292,8 @@ class TimedLoop:
             scaler.step(self.optimizer)
             scaler.update()
         points.append(self.clock.mark())
+        # Past the last mark: kept without its graph, looked at once a block.
+        self._loss = loss.detach()
         skipped = self._optimizer_steps == steps_before
         if skipped and scaler is not None and scale is not None:
             self._loss_scale = scale * scaler.get_backoff_factor()
@@ -305,14 +303,21 @@ class TimedLoop:
             loss_scale=scale,
             step_skipped=skipped,
             recorded_at=recorded_at,
+            found_inf=self._found_inf,
         )
 
     def _no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        if isinstance(self.module, DistributedDataParallel):
-            return self.module.no_sync()
-        return contextlib.nullcontext()
+        return contextlib.nullcontext() if self._parallel is None else self._parallel.no_sync()
 
-    def _read(self, marks: _Marks, *, peak: int) -> StepTimes:
+    def _settle_skip(self, marks: _Marks) -> None:
+        """Read what a fused optimizer did with infinite gradients; only after the device has settled, and in order."""
+        if marks.found_inf is None or self.policy.scaler is None:
+            return
+        marks.loss_scale, marks.step_skipped = self._loss_scale, bool(marks.found_inf)
+        if marks.step_skipped and self._loss_scale is not None:
+            self._loss_scale *= self.policy.scaler.get_backoff_factor()
+
+    def _read(self, marks: _Marks, *, peak: int, conditions: Conditions) -> StepTimes:
         begin, *points = marks.points
         moments = [self.clock.seconds(begin, point) for point in points]
         spans = [end - start for start, end in itertools.pairwise([0.0, *moments])]
@@ -331,7 +336,15 @@ class TimedLoop:
             step_skipped=marks.step_skipped,
             recorded_at=marks.recorded_at,
             peak_memory_bytes=peak,
+            conditions=conditions,
         )
+
+
+def _open_monitor(device: torch.device) -> tuple[GpuMonitor | None, str]:
+    if device.type != "cuda":
+        return None, "a CPU rank has no energy counter of its own"
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return (None, "torch does not tell the GPU's uuid") if uuid is None else open_monitor(str(uuid))
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

@@ -135,9 +135,11 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _driver_version() -> str:
+def _driver_version(path: str = "/proc/driver/nvidia/version") -> str:
+    """The version of NVIDIA's kernel module, the closed or the open one; blank without either."""
     with contextlib.suppress(OSError):
-        match = re.search(r"Module\s+(\d+(?:\.\d+)+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        match = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d+(?:\.\d+)+)", text)
         return match[1] if match else ""
     return ""
 

@@ -12,17 +12,21 @@ from urllib.parse import urlsplit
 
 from distributed import Client, Future, wait
 
-from precision_time.storage.errors import InputError, PrecisionTimeError, StorageError
+from precision_time.storage.errors import ClusterLostError, InputError, PrecisionTimeError, StorageError
 from precision_time.storage.schema import Environment, GridCell
+from precision_time.tasks.gangs import GangLease, lease_workers
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
 from precision_time.tasks.rank_process import RankReport, end_ranks, run_rank, visible_devices
 from precision_time.tasks.ranks import card_path
+from precision_time.tasks.refusals import REFUSAL_CAUSES, refuse_unstarted
 
 __all__ = ["assign_devices", "profile_cell"]
 
 #: Beyond the ranks' own deadline: what Dask may need to bring a rank to its worker and its report back.
 DASK_GRACE_S = 30.0
-POLL_S = 0.2
+POLL_S = 0.1
+#: Fetching the few hundred bytes of a rank's report.
+REPORT_S = 5.0
 #: A rank that only lost its peer waits this long for the peer's own report, which tells the cause.
 CULPRIT_GRACE_S = 3.0
 #: After a failure, how long the ranks that were killed may take to disappear.
@@ -65,13 +69,35 @@ def profile_cell(
     client: Client,
     scratch: Path,
 ) -> CellReceipt:
-    """Measure ``cell`` on ``world_size`` workers of ``client``, one rank on each, and wait for all of them.
+    """Measure ``cell`` on a gang of ``world_size`` workers of ``client``, one rank on each, and wait for all of them.
 
-    A rank that dies, hangs or runs out of memory ends its peers and costs only this cell: the receipt then carries the
-    cause of the first failure. ``scratch`` must be seen by all workers; the attempt gets a folder of its own in it.
-    Raises ``InputError`` when there are too few workers and ``StorageError`` when the folder cannot be made. An
-    interrupt kills the ranks and goes on up.
+    The workers stand evenly on ``cell.nodes`` hosts and belong to this cell alone until it ends; waiting for them is
+    no part of ``duration_s``. A rank that dies, hangs or runs out of memory ends its peers and costs only this cell:
+    the receipt then carries the cause of the first failure. ``scratch`` must be seen by all workers; the attempt gets
+    a folder of its own in it. What can be refused without a start takes no workers. Raises ``InputError`` when the
+    cluster stays too small, ``NoWorkersError`` when it is empty, ``ClusterLostError`` when its scheduler is gone and
+    ``StorageError`` when the folder cannot be made. An interrupt kills the ranks and goes on up. Threads of one client
+    may measure cells side by side.
     """
+    refused = refuse_unstarted(cell, attempt=attempt, environment=environment)
+    if refused is not None:
+        return refused
+    with lease_workers(client, cell.world_size, hosts=cell.nodes) as lease:
+        return _profile_on(
+            lease, cell, attempt=attempt, environment=environment, limits=limits, client=client, scratch=scratch
+        )
+
+
+def _profile_on(
+    lease: GangLease,
+    cell: GridCell,
+    *,
+    attempt: int,
+    environment: Environment,
+    limits: MeasurementLimits,
+    client: Client,
+    scratch: Path,
+) -> CellReceipt:
     started_at, began = time.time(), time.monotonic()
     cell_id = cell.cell_id(environment)
     receipt = functools.partial(
@@ -79,12 +105,10 @@ def profile_cell(
     )
     folder = scratch / f"{cell_id}-{attempt}"
     try:
-        workers = _choose_workers(client, cell.world_size)
-        # What an earlier owner of these workers left running would spoil the timings.
-        client.run(end_ranks, workers=workers)
+        workers = lease.workers
         devices: tuple[str, ...] = ()
         if environment.device_type == "cuda":
-            seen = client.run(visible_devices, workers=workers)
+            seen = client.run(visible_devices, workers=list(workers))
             devices = assign_devices(workers, [seen[address] for address in workers])
         job = RankJob(
             cell=cell,
@@ -96,7 +120,7 @@ def profile_cell(
             devices=devices,
         )
         _lay_out(folder, job)
-        failure, reports = _run_gang(job, client=client, workers=workers)
+        failure, reports = _run_gang(job, client=client, lease=lease)
     except PrecisionTimeError:
         raise
     except (OSError, TimeoutError) as error:
@@ -105,7 +129,7 @@ def profile_cell(
     host = reports[0]["host"] if reports else socket.gethostname()
     if failure is not None:
         return receipt(
-            status="refused" if failure["cause"] == "precision-unsupported" else "failed",
+            status="refused" if failure["cause"] in REFUSAL_CAUSES else "failed",
             cause=failure["cause"],
             message=failure["message"],
             scratch=str(folder),
@@ -138,24 +162,6 @@ def _lay_out(folder: Path, job: RankJob) -> None:
         ) from error
 
 
-def _choose_workers(client: Client, count: int) -> list[str]:
-    """Addresses of ``count`` workers; sorted, so that those of one host stand together."""
-    addresses = sorted(_worker_addresses(client))
-    if len(addresses) < count:
-        raise InputError(
-            "the cluster has fewer workers than the cell has ranks",
-            got=f"{len(addresses)} workers for world_size {count}",
-            expected=f"at least {count} workers of one thread each",
-            fix="start more workers, or leave this world size out",
-        )
-    return addresses[:count]
-
-
-def _worker_addresses(client: Client) -> set[str]:
-    # Without n_workers the answer names only a few of them.
-    return set(client.scheduler_info(n_workers=-1)["workers"])
-
-
 def _lost(message: str) -> RankReport:
     return RankReport(
         rank=-1, returncode=None, cause="lost contact", message=message, fragment="", peer_lost=False,
@@ -163,24 +169,31 @@ def _lost(message: str) -> RankReport:
     )  # fmt: skip
 
 
-def _run_gang(job: RankJob, *, client: Client, workers: Sequence[str]) -> tuple[RankReport | None, list[RankReport]]:
+def _run_gang(job: RankJob, *, client: Client, lease: GangLease) -> tuple[RankReport | None, list[RankReport]]:
     """All ranks of ``job``, one pinned to each worker: (the failure that came first or None, reports that came)."""
     text = job.to_json()
-    futures = {
-        client.submit(
-            run_rank, text, rank, workers=[address], allow_other_workers=False, pure=False, retries=0,
-            key=f"{job.cell_id}-{job.attempt}-r{rank}-{time.time_ns()}",
-        ): address
-        for rank, address in enumerate(workers)
-    }  # fmt: skip
+    futures: dict[Future[RankReport], str] = {}
     finished = False
     try:
-        failure, reports = _await_ranks(futures, client=client, deadline=_deadline(job.limits.timeout_s + DASK_GRACE_S))
+        for rank, address in enumerate(lease.workers):
+            future = client.submit(
+                run_rank, text, rank, workers=[address], allow_other_workers=False, pure=False, retries=0,
+                key=f"{job.cell_id}-{job.attempt}-r{rank}-{lease.identity}",
+            )  # fmt: skip
+            futures[future] = address
+        deadline = _deadline(job.limits.timeout_s + DASK_GRACE_S)
+        failure, reports = _await_ranks(futures, lease=lease, deadline=deadline)
         finished = failure is None
         return failure, reports
+    except ClusterLostError:
+        # There is no way to the ranks any more; their workers end with the scheduler, and they with their workers.
+        finished = True
+        raise
     finally:
         if not finished:
-            _end_gang(futures, client=client)
+            _end_gang(futures, client=client, lease=lease)
+        if all(future.status == "finished" for future in futures):
+            lease.mark_clean()
 
 
 def _deadline(seconds: float) -> float:
@@ -188,11 +201,11 @@ def _deadline(seconds: float) -> float:
 
 
 def _await_ranks(
-    futures: dict[Future[RankReport], str], *, client: Client, deadline: float
+    futures: dict[Future[RankReport], str], *, lease: GangLease, deadline: float
 ) -> tuple[RankReport | None, list[RankReport]]:
     """Wait until all ranks ended well, or one failed and is known to be the culprit, or its worker is gone.
 
-    A future pinned to a worker that died stays pending for ever, so the workers are watched too.
+    A future pinned to a worker that died stays pending for ever, so the lease is watched too.
     """
     pending = set(futures)
     reports: list[RankReport] = []
@@ -205,11 +218,12 @@ def _await_ranks(
             reports.append(_report_of(future, worker=futures[future]))
         failures = sorted((report for report in reports if report["cause"]), key=lambda report: report["ended_at"])
         culprits = [report for report in failures if not report["peer_lost"]]
+        gone = sorted(set(lease.lost_workers())) if pending or failures else []
+        if gone:
+            # What the scheduler says of the futures of a dead worker comes in any order; the death came first.
+            return _lost(f"worker {', '.join(gone)} is gone"), reports
         if culprits:
             return culprits[0], reports
-        gone = {futures[future] for future in pending} - _worker_addresses(client)
-        if gone:
-            return _lost(f"worker {', '.join(sorted(gone))} is gone"), reports
         if failures and patience is None:
             patience = _deadline(CULPRIT_GRACE_S)
         if failures and (not pending or (patience is not None and time.monotonic() > patience)):
@@ -222,20 +236,23 @@ def _await_ranks(
 
 def _report_of(future: Future[RankReport], *, worker: str) -> RankReport:
     if future.status == "finished":
-        report: RankReport = future.result()
+        try:
+            report: RankReport = future.result(timeout=REPORT_S)
+        except Exception as error:
+            # The report lies on the worker until it is fetched, and goes with it: Dask then waits for another one.
+            return _lost(f"worker {worker}: its report is gone: {type(error).__name__}: {error}")
         return report
-    reason = future.exception() if future.status == "error" else future.status
+    reason = future.exception(timeout=REPORT_S) if future.status == "error" else future.status
     return _lost(f"worker {worker}: {type(reason).__name__}: {reason}")
 
 
-def _end_gang(futures: dict[Future[RankReport], str], *, client: Client) -> None:
+def _end_gang(futures: dict[Future[RankReport], str], *, client: Client, lease: GangLease) -> None:
     """Kill the ranks that still run and wait until their workers are free again."""
-    with contextlib.suppress(OSError, TimeoutError, ValueError):
-        pending = [future for future in futures if not future.done()]
-        alive = _worker_addresses(client)
-        survivors = [futures[future] for future in pending if futures[future] in alive]
-        if survivors:
-            client.run(end_ranks, workers=survivors, on_error="ignore")
+    with contextlib.suppress(OSError, TimeoutError, ValueError, ClusterLostError):
+        lost = set(lease.lost_workers())
+        reachable = [future for future, address in futures.items() if not future.done() and address not in lost]
+        if reachable:
+            client.run(end_ranks, workers=[futures[future] for future in reachable], on_error="ignore")
             with contextlib.suppress(TimeoutError):
-                wait([future for future in pending if futures[future] in alive], timeout=ENDING_S)
+                wait(reachable, timeout=ENDING_S)
         client.cancel([future for future in futures if not future.done()], force=True)

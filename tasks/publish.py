@@ -13,9 +13,16 @@ from precision_time.predictor.hierarchy import STAGE_FEATURES, HierarchicalPredi
 from precision_time.predictor.learner import choose_parameters
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError
 from precision_time.storage.filesystem import open_store
-from precision_time.storage.manifests import MANIFEST, check_name, list_contents, pack_manifest, seal_manifest
+from precision_time.storage.manifests import (
+    MANIFEST,
+    ArtifactFile,
+    ArtifactManifest,
+    check_name,
+    list_contents,
+    pack_manifest,
+    seal_manifest,
+)
 from precision_time.storage.registry import Registry
-from precision_time.storage.schema import ArtifactFile, ArtifactManifest
 from precision_time.tasks.train import Snapshot
 from precision_time.tasks.validate import Validation
 

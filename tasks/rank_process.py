@@ -9,19 +9,43 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
 from precision_time.tasks.job import RankJob
 from precision_time.tasks.ranks import PARENT_VARIABLE, failure_path, fragment_path
+from precision_time.tasks.template import kill_family
+from precision_time.tasks.warm_starts import ForkedRank, RankRequest, TemplateLost, Templates
 
 __all__ = ["RankReport", "end_ranks", "run_rank", "visible_devices"]
 
 LOG_LINES = 8
+#: After a rank was killed, how long its end may take to be reported.
+ENDING_S = 10.0
 
-#: Processes of this worker's ranks. A lock, since ``end_ranks`` runs beside the thread that waits for the rank.
-_running: dict[int, subprocess.Popen[bytes]] = {}
+#: ``0`` starts every rank in a fresh interpreter; for comparisons.
+_TEMPLATE_VARIABLE = "PRECISION_TIME_TEMPLATE"
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A rank that this process waits for: its process once there is one, and whether ``end_ranks`` was called."""
+
+    pid: int | None = None
+    is_ended: bool = False
+
+    def begin(self, pid: int) -> None:
+        with _running_lock:
+            self.pid = pid
+            if self.is_ended:
+                kill_family(pid)
+
+
+#: A lock, since ``end_ranks`` runs beside the threads that wait for ranks.
+_running: set[_Running] = set()
 _running_lock = threading.Lock()
+_templates = Templates()
 
 
 class RankReport(TypedDict):
@@ -40,41 +64,35 @@ class RankReport(TypedDict):
 def run_rank(job_json: str, rank: int) -> RankReport:
     """Run one rank in a fresh process of its own session, and kill that session at the deadline.
 
-    Runs on a Dask worker; never raises for what the rank does.
+    The process is forked from a template that has torch imported; where there is none it is a fresh interpreter. The
+    deadline counts from its start. Runs on a Dask worker or in any other process; never raises for what the rank does.
     """
     job = RankJob.from_json(job_json)
     scratch = Path(job.scratch)
     log_path = scratch / f"rank-{rank}.log"
-    command = [sys.executable, "-m", "precision_time.tasks.ranks", str(scratch / "job.json"), str(rank)]
-    timed_out = False
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_rank_environment(job, rank),
-            start_new_session=True,
-        )  # fmt: skip
-        with _running_lock:
-            _running[process.pid] = process
-        try:
-            process.wait(job.limits.timeout_s)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            # Its whole session: data loaders and compilers of the rank go with it, however it ended.
-            _kill_session(process.pid)
-            process.wait()
-            with _running_lock:
-                _running.pop(process.pid, None)
+    log_path.write_bytes(b"")
+    request = RankRequest(
+        job=str(scratch / "job.json"), rank=rank, log=str(log_path), environment=_rank_environment(job, rank)
+    )
     cause, message, peer_lost = "", "", False
-    if timed_out:
+    returncode: int | None = None
+    try:
+        returncode = _run_process(request, timeout_s=job.limits.timeout_s)
+    except TimeoutError:
+        # What killing it came to.
+        returncode = -signal.SIGKILL
         cause, message = "timed out", f"rank {rank} was killed after {job.limits.timeout_s:g} s"
-    elif process.returncode != 0:
-        cause, message, peer_lost = _read_failure(failure_path(scratch, rank), returncode=process.returncode)
-        message = f"rank {rank}: {message}"
+    except TemplateLost as error:
+        cause, message = "lost contact", f"rank {rank}: {error}"
+    else:
+        if returncode != 0:
+            cause, message, peer_lost = _read_failure(failure_path(scratch, rank), returncode=returncode)
+            message = f"rank {rank}: {message}"
     if cause:
         message = "\n".join([message, *_last_lines(log_path)])
     return RankReport(
         rank=rank,
-        returncode=process.returncode,
+        returncode=returncode,
         cause=cause,
         message=message,
         fragment=str(fragment_path(scratch, rank)),
@@ -82,6 +100,55 @@ def run_rank(job_json: str, rank: int) -> RankReport:
         ended_at=time.time(),
         host=socket.gethostname(),
     )
+
+
+def _run_process(request: RankRequest, *, timeout_s: float) -> int:
+    """The exit code of the rank's process; raises ``TimeoutError`` and ``TemplateLost``, and leaves nothing of it."""
+    running = _Running()
+    with _running_lock:
+        _running.add(running)
+    try:
+        # Linux only: elsewhere nothing ends a rank whose template died, and torch does not survive a fork on macOS.
+        if sys.platform == "linux" and os.environ.get(_TEMPLATE_VARIABLE) != "0":
+            forked = _templates.fork(request, is_over=lambda: running.is_ended)
+            if forked is not None:
+                return _await_forked(forked, running=running, timeout_s=timeout_s)
+        if running.is_ended:
+            return -signal.SIGKILL
+        return _run_fresh(request, running=running, timeout_s=timeout_s)
+    finally:
+        with _running_lock:
+            _running.discard(running)
+
+
+def _await_forked(forked: ForkedRank, *, running: _Running, timeout_s: float) -> int:
+    with forked.report:
+        running.begin(forked.pid)
+        try:
+            return forked.wait(timeout_s)
+        except BaseException:
+            kill_family(forked.pid)
+            # The template reaps it; only then is this worker free for another.
+            with contextlib.suppress(TimeoutError, TemplateLost):
+                forked.wait(ENDING_S)
+            raise
+
+
+def _run_fresh(request: RankRequest, *, running: _Running, timeout_s: float) -> int:
+    command = [sys.executable, "-m", "precision_time.tasks.ranks", request.job, str(request.rank)]
+    with open(request.log, "ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=request.environment, start_new_session=True
+        )  # fmt: skip
+    running.begin(process.pid)
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    finally:
+        # Its data loaders and compilers go with it, however it ended.
+        kill_family(process.pid)
+        process.wait()
 
 
 def _rank_environment(job: RankJob, rank: int) -> dict[str, str]:
@@ -124,19 +191,16 @@ def _last_lines(path: Path) -> list[str]:
     return []
 
 
-def _kill_session(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
 def end_ranks() -> int:
     """Kill every rank process of this worker and their children; returns how many there were.
 
     Small on purpose: ``Client.run`` runs it on the worker's event loop.
     """
     with _running_lock:
-        for pid in _running:
-            _kill_session(pid)
+        for running in _running:
+            running.is_ended = True
+            if running.pid is not None:
+                kill_family(running.pid)
         return len(_running)
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from precision_time.predictor.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workload import known_workloads
-from precision_time.storage.errors import InputError, PrecisionTimeError, PrecisionUnsupportedError
+from precision_time.storage.errors import PrecisionTimeError, PrecisionUnsupportedError
 from precision_time.storage.schema import IterationTiming
 from precision_time.tasks.job import RankJob
+from precision_time.tasks.refusals import CellRefusedError, EnvironmentChangedError, LossNotFiniteError, refuse_cell
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PARENT_VARIABLE", "card_path", "failure_path", "fragment_path", "main", "use_loopback"]
 
-#: Environment variable with the process id of the worker that started the rank.
+#: Environment variable with the process id of what started the rank: the worker, or the template it forked from.
 PARENT_VARIABLE = "PRECISION_TIME_PARENT"
 
 PR_SET_PDEATHSIG = 1
@@ -83,7 +84,7 @@ def main(job_path: str, rank: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end this process when the worker that started it dies (Linux)."""
+    """Let the kernel end this process when the one that started it dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before the line above took effect.
@@ -109,6 +110,16 @@ def describe_failure(error: BaseException, *, precision: str) -> dict[str, Any]:
     )
     if isinstance(error, PrecisionUnsupportedError) or (kind and "not implemented for" in text and kind in text):
         cause = "precision-unsupported"
+    elif isinstance(error, CellRefusedError):
+        cause = error.cause
+    elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        cause = "option-unsupported"  # torch.compile fails in the first step, ...
+    elif "`fused=True` requires" in text:
+        cause = "option-unsupported"  # ... and there torch looks at what its fused optimizers take
+    elif isinstance(error, LossNotFiniteError):
+        cause = "nan loss"
+    elif isinstance(error, EnvironmentChangedError):
+        cause = "environment changed"
     elif isinstance(error, MemoryError) or any(phrase in said for phrase in OUT_OF_MEMORY):
         cause = "memory-limit"
     message = text if isinstance(error, PrecisionTimeError) else f"{type(error).__name__}: {text}"
@@ -127,12 +138,15 @@ def _run(job: RankJob, rank: int) -> None:
 
     from precision_time.storage.timings import write_fragment
     from precision_time.tasks.loop import TimedLoop
+    from precision_time.tasks.options import RunOptions
     from precision_time.tasks.policies import apply_precision
     from precision_time.tasks.workloads import build_workload, count_card
 
     cell, scratch = job.cell, Path(job.scratch)
-    if cell.strategy != "ddp":
-        raise InputError(f"strategy {cell.strategy} cannot be measured", got=cell.strategy, expected="ddp")
+    refused = refuse_cell(cell)
+    if refused is not None:
+        raise CellRefusedError(refused[1], cause=refused[0])
+    check_environment(job, torch_version=torch.__version__, cuda_version=torch.version.cuda or "")
     torch.set_num_threads(job.threads_per_rank)
     device = torch.device("cuda:0" if job.environment.device_type == "cuda" else "cpu")
     torch.manual_seed(SEED)
@@ -158,6 +172,9 @@ def _run(job: RankJob, rank: int) -> None:
         batch_size=cell.per_gpu_batch_size,
         accumulation_steps=cell.gradient_accumulation_steps,
         limits=job.limits,
+        options=RunOptions.of(cell),
+        ranks_here=cell.world_size // cell.nodes,
+        cores=job.threads_per_rank * (cell.world_size // cell.nodes),
     ).run()
     rows = make_rows(
         job,
@@ -169,6 +186,22 @@ def _run(job: RankJob, rank: int) -> None:
         float32_matmul_precision=torch.get_float32_matmul_precision(),
     )
     write_fragment(fragment_path(scratch, rank), rows)
+
+
+def check_environment(job: RankJob, *, torch_version: str, cuda_version: str) -> None:
+    """Raise ``EnvironmentChangedError`` when this worker runs other software than the plan found: its rows would mix.
+
+    A job that states no version is not checked for it.
+    """
+    planned = job.environment
+    for what, found, wanted in (
+        ("torch", torch_version, planned.framework_version),
+        ("CUDA", cuda_version, planned.cuda_version),
+    ):
+        if wanted and found != wanted:
+            raise EnvironmentChangedError(
+                f"{what} {found or 'none'} runs here, but the campaign was planned with {wanted}"
+            )
 
 
 def _join(job: RankJob, rank: int, *, device: "torch.device") -> None:
@@ -212,6 +245,7 @@ def make_rows(
 
     def row(step: int, times: "StepTimes", local: "StepTimes | None") -> IterationTiming:
         alone = cell.world_size == 1
+        seen = times.conditions
         return IterationTiming(
             cell_id=job.cell_id,
             attempt=job.attempt,
@@ -253,8 +287,24 @@ def make_rows(
             backend=environment.backend,
             float32_matmul_precision=float32_matmul_precision,
             host=socket.gethostname(),
-            load_average=load,
+            load_average=load if seen is None else seen.load_average,
             recorded_at=times.recorded_at,
+            channels_last=cell.channels_last,
+            compiled=cell.compiled,
+            checkpointing=cell.checkpointing,
+            fused_optimizer=cell.fused_optimizer,
+            compression=cell.compression,
+            isolated_communication_s=None if local is None else result.isolated_communication_s,
+            gpu_clock_hz=None if seen is None else seen.gpu.clock_hz,
+            power_w=None if seen is None else seen.gpu.power_w,
+            temperature_c=None if seen is None else seen.gpu.temperature_c,
+            throttled=None if seen is None else seen.gpu.throttled,
+            throttle_reasons="" if seen is None else seen.gpu.reasons,
+            contended=None if seen is None else seen.contended,
+            other_cpu_share=None if seen is None else seen.other_cpu_share,
+            steal_share=None if seen is None else seen.steal_share,
+            energy_j=None if local is None else result.energy_j,
+            energy_reason="warm-up is not counted" if local is None else result.energy_reason,
         )
 
     warmup = [row(step, times, None) for step, times in enumerate(result.warmup)]

@@ -3,17 +3,21 @@
 import itertools
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from precision_time.storage.errors import IntegrityError
-from precision_time.storage.schema import CellOutcome, IterationTiming
+from precision_time.storage.schema import OPTIONS, CellOutcome, Environment, IterationTiming
 from precision_time.storage.timings import TimingsDataset, read_table
 from precision_time.tasks.job import CellReceipt
+from precision_time.tasks.refusals import REFUSAL_CAUSES
+from precision_time.tasks.verdicts import judge_rows, mark_regimes
 
 __all__ = ["read_fragments", "record_cell"]
 
 TIMES = ("iteration_time_s", "forward_time_s", "backward_time_s", "optimizer_time_s")
+#: What may be unknown, and is a number where it is not.
+UNCERTAIN = ("isolated_communication_s", "energy_j")
 #: Seconds by which the parts of an iteration may miss the whole: they are differences of the same readings.
 ROUNDING_S = 1e-6
 
@@ -22,14 +26,15 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
     """Commit the rows of a measured cell, its workload card and the outcome of the attempt; drop its scratch folder.
 
     Fragments that are damaged or incomplete make a failed outcome with the cause ``corrupt fragment``, and stay where
-    they are for a look. A cell that is already recorded stays as it was. Raises ``StorageError`` when the dataset
-    cannot be written: that is not the cell's fault.
+    they are for a look; so do sound ones of which every step is of no use (see ``judge_rows``). A cause that another
+    attempt cannot change makes a refused one. A cell that is already recorded stays as it was. Raises ``StorageError``
+    when the dataset cannot be written: that is not the cell's fault.
     """
     cell = receipt.cell
     outcome = CellOutcome(
         cell_id=receipt.cell_id,
         attempt=receipt.attempt,
-        status=receipt.status,
+        status="refused" if receipt.cause in REFUSAL_CAUSES else receipt.status,
         cause=receipt.cause,
         message=receipt.message,
         rows=0,
@@ -44,13 +49,22 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
         host=receipt.host,
         started_at=receipt.started_at,
         duration_s=receipt.duration_s,
+        channels_last=cell.channels_last,
+        compiled=cell.compiled,
+        checkpointing=cell.checkpointing,
+        fused_optimizer=cell.fused_optimizer,
+        compression=cell.compression,
     )
     if receipt.status == "recorded":
         try:
-            rows = read_fragments(receipt)
-            dataset.record(rows)
+            rows = mark_regimes(read_fragments(receipt))
+            verdict = judge_rows(rows)
+            if verdict is None:
+                dataset.record(rows)
         except IntegrityError as error:
-            outcome = replace(outcome, status="failed", cause="corrupt fragment", message=error.message)
+            verdict = "corrupt fragment", error.message
+        if verdict is not None:
+            outcome = replace(outcome, status="failed", cause=verdict[0], message=verdict[1])
         else:
             outcome = replace(outcome, rows=len(rows))
             if receipt.workload is not None:
@@ -110,11 +124,19 @@ def _problem_of(row: IterationTiming, *, rank: int, receipt: CellReceipt) -> str
         return f"it belongs to {claimed}, not {asked}"
     if row.effective_precision != row.requested_precision:
         return f"it ran in {row.effective_precision} instead of {row.requested_precision}"
+    for name in OPTIONS:
+        if getattr(row, name) != getattr(cell, name):
+            return f"it ran with {name}={getattr(row, name)} instead of {getattr(cell, name)}"
+    for field in fields(Environment):
+        found, planned = getattr(row, field.name), getattr(receipt.environment, field.name)
+        if found != planned:
+            return f"its {field.name} is {found!r} instead of {planned!r}"
     times = {name: getattr(row, name) for name in TIMES}
     if not row.is_warmup:
         times |= {name: getattr(row, name) for name in ("compute_time_s", "communication_time_s")}
         if row.exposed_communication_s is None or not math.isfinite(row.exposed_communication_s):
             return f"exposed_communication_s is {row.exposed_communication_s}"
+    times |= {name: value for name in UNCERTAIN if (value := getattr(row, name)) is not None}
     for name, value in times.items():
         if value is None or not math.isfinite(value) or value < 0:
             return f"{name} is {value}"

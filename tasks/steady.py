@@ -1,9 +1,24 @@
 """The arithmetic of the timed loop: when it is steady, how many steps still fit, how long buckets were in flight."""
 
+import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-__all__ = ["is_steady", "least_warmup", "pair_size", "union_length", "warmup_size"]
+__all__ = [
+    "STEADY_TOLERANCE",
+    "Regimes",
+    "find_regimes",
+    "is_steady",
+    "least_warmup",
+    "pair_size",
+    "union_length",
+    "warmup_size",
+]
+
+#: Relative change between two halves of a window that counts as none; a CPU shares its caches and cores with others.
+STEADY_TOLERANCE = {"cuda": 0.02, "cpu": 0.05}
 
 #: Steps between two decisions; ranks agree on each, and CUDA ranks stop their pipeline for it.
 BLOCK_STEPS = 5
@@ -69,3 +84,107 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+#: A regime has at least this many steps; what is shorter is an outlier, or not yet to be told from one.
+SHORTEST_REGIME = 5
+#: Steps after which a regime counts as settled.
+SETTLED_STEPS = 8
+#: Chance of calling noise a change.
+CHANGE_LEVEL = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regimes:
+    """A series of step times cut where its level changes: the first steps of each regime, and whether the last holds.
+
+    ``starts[0]`` is 0. ``settled`` says that the last regime is long enough and its two halves agree within
+    ``tolerance`` and the noise of their medians.
+    """
+
+    starts: tuple[int, ...]
+    settled: bool
+
+    @property
+    def steady_from(self) -> int:
+        """First step of the last regime; 0 when nothing changed."""
+        return self.starts[-1]
+
+
+def find_regimes(times: Sequence[float], *, tolerance: float) -> Regimes:
+    """Where the level of ``times`` (seconds, in order) changes by more than the share ``tolerance``, and if it settles.
+
+    Binary segmentation with Pettitt's rank test (A. N. Pettitt 1979, Applied Statistics 28(2), 126-135): ranks, so that
+    single slow steps move nothing. A slow-down of 15 % after step 60 is found within 20 steps.
+    """
+    starts: list[int] = [0]
+    waiting = [(0, len(times))]
+    while waiting:
+        first, end = waiting.pop()
+        change = _find_change(times[first:end], tolerance=tolerance)
+        if change is not None:
+            starts.append(first + change)
+            waiting += [(first, first + change), (first + change, end)]
+    last = times[max(starts) :]
+    half = len(last) // 2
+    settled = len(starts) == 1 or len(last) >= SETTLED_STEPS
+    if settled and half >= STEADY_WINDOW // 2:
+        # Halves catch a drift, the last few steps a level that goes up and down.
+        settled = (
+            _difference(last[:half], last[half:]) < tolerance + _noise(last, half=half)
+            and _difference(last, last[-SETTLED_STEPS:]) < 2.0 * tolerance
+        )
+    return Regimes(starts=tuple(sorted(starts)), settled=settled)
+
+
+def _noise(times: Sequence[float], *, half: int) -> float:
+    """Two standard errors of the difference between the medians of two halves, as a share.
+
+    The spread comes from neighbouring steps, which a drift hardly moves: median of their distance, as of a normal
+    distribution; the median of n values has 1.2533 / sqrt(n) of its standard error.
+    """
+    spread = 1.4826 / math.sqrt(2.0) * statistics.median(abs(b - a) for a, b in itertools.pairwise(times))
+    return 2.0 * 1.2533 * spread * math.sqrt(2.0 / half) / statistics.median(times)
+
+
+def _find_change(times: Sequence[float], *, tolerance: float) -> int | None:
+    """The step at which ``times`` change most, if they do."""
+    count = len(times)
+    if count < 2 * SHORTEST_REGIME:
+        return None
+    ranks = _ranks(times)
+    best, clearest, where, total = 0.0, 0.0, 0, 0.0
+    for before in range(1, count):
+        total += ranks[before - 1]
+        distance = abs(2.0 * total - before * (count + 1))
+        if not SHORTEST_REGIME <= before <= count - SHORTEST_REGIME:
+            continue
+        best = max(best, distance)
+        # Pettitt's own place is drawn to the middle; over its standard deviation the distance is largest at the change.
+        clear = distance / math.sqrt(before * (count - before))
+        if clear > clearest:
+            clearest, where = clear, before
+    chance = 2.0 * math.exp(-6.0 * best**2 / (count**3 + count**2))
+    if chance > CHANGE_LEVEL or _difference(times[:where], times[where:]) <= tolerance:
+        return None
+    return where
+
+
+def _ranks(times: Sequence[float]) -> list[float]:
+    """The rank of each time, 1 for the smallest; equal ones share the mean of theirs."""
+    order = sorted(range(len(times)), key=times.__getitem__)
+    ranks = [0.0] * len(times)
+    begin = 0
+    while begin < len(order):
+        end = begin
+        while end < len(order) and times[order[end]] == times[order[begin]]:
+            end += 1
+        for place in order[begin:end]:
+            ranks[place] = (begin + end + 1) / 2.0
+        begin = end
+    return ranks
+
+
+def _difference(before: Sequence[float], after: Sequence[float]) -> float:
+    low, high = sorted((statistics.median(before), statistics.median(after)))
+    return (high - low) / low if low > 0 else math.inf

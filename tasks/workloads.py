@@ -14,7 +14,7 @@ from precision_time.predictor.own_models import import_factory
 from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["BUILDERS", "Workload", "build_workload", "count_card"]
+__all__ = ["BUILDERS", "OPTIMIZERS", "Workload", "build_workload", "count_card"]
 
 #: Share of the tokens a masked language model has to guess; the others are left out of the loss.
 MASKED_SHARE = 0.15
@@ -240,10 +240,17 @@ def _classifier(
     )
 
 
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    given = list(parameters)
+    # In fp16 the usual 1e-8 is zero, and a gradient whose square is zero too makes the weights NaN.
+    eps = 1e-4 if any(parameter.dtype == torch.float16 for parameter in given) else 1e-8
+    return torch.optim.AdamW(given, lr=1e-4, weight_decay=0.01, eps=eps)
+
+
 #: Small learning rates: labels are random, and a diverging loss would be timed on infinities.
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-4),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01),
+    "adamw": _adamw,
 }
 
 BUILDERS: dict[str, Callable[[], Workload]] = {

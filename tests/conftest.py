@@ -156,8 +156,8 @@ def _publish(url: str, measurements: Sequence[Measurement]) -> None:
     from precision_time.predictor.hierarchy import STAGE_FEATURES, HierarchicalPredictor
     from precision_time.predictor.learner import choose_parameters
     from precision_time.predictor.observations import observe
+    from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
     from precision_time.storage.registry import Registry
-    from precision_time.storage.schema import ArtifactFile, ArtifactManifest
 
     rows = observe(measurements)
     predictor = HierarchicalPredictor.fit(rows).with_intervals(

@@ -3,14 +3,17 @@
 import io
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from precision_time.flows.measuring import measure_missing
+from precision_time.flows.order import order_cells
 from precision_time.flows.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.progress import CampaignProgress
 from precision_time.flows.spec import CampaignSpec
-from precision_time.flows.summary import CampaignResult, FailedCell, grid_rows, markdown_report, summarise
+from precision_time.flows.summary import CampaignResult, FailedCell, grid_rows, markdown_report, summarise, table_rows
 from precision_time.storage.errors import (
     InputError,
     PrecisionUnsupportedError,
@@ -74,10 +77,8 @@ class RecordingMeasure:
 
 
 def run_core(plan: CampaignPlan, measure: Measure, stream: io.StringIO | None = None) -> dict[str, CellOutcome]:
-    from precision_time.flows.campaign import measure_missing
-
     with CampaignProgress(plan, stream=stream or io.StringIO()) as progress:
-        return measure_missing(plan, measure=measure, progress=progress)
+        return measure_missing(plan, measure=measure, progress=progress).outcomes
 
 
 def test_the_plan_holds_the_whole_grid_with_durations(tmp_path: Path, probe: Probe) -> None:
@@ -175,6 +176,55 @@ def make_plan(spec: CampaignSpec, device: ProbeReport, *, recorded: tuple[int, .
     return CampaignPlan(spec=spec, device=device, cells=cells)
 
 
+def test_missing_cells_come_in_their_order_and_the_grid_in_that_of_the_file(tmp_path: Path, probe: Probe) -> None:
+    spec = make_spec(tmp_path, batch_sizes=[8, 16])
+    plan = plan_campaign(spec, probe=probe)
+    assert [planned.cell for planned in plan.cells] == spec.cells()
+    assert [planned.cell for planned in plan.missing] == order_cells(spec.cells())
+    first = [planned.cell for planned in plan.missing[:2]]
+    assert {cell.model for cell in first} == {"mlp", "gpt2_mini"}
+    assert {cell.precision for cell in first} == {"fp32", "amp_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("device_type", "stated", "at_once"), [("cpu", None, 1), ("cuda", None, 2), ("cpu", 2, 2), ("cuda", 1, 1)]
+)
+def test_on_gpus_as_many_cells_run_as_fit_and_on_a_cpu_one(
+    tmp_path: Path, device: ProbeReport, device_type: str, stated: int | None, at_once: int
+) -> None:
+    on = replace(device, environment=replace(device.environment, device_type=device_type))
+    assert make_plan(make_spec(tmp_path, cells_at_once=stated), on).at_once == at_once
+
+
+def test_with_an_adaptive_budget_the_campaign_is_complete_when_it_is_used_up(
+    tmp_path: Path, device: ProbeReport
+) -> None:
+    plan = make_plan(make_spec(tmp_path, budget_cells=5), device, recorded=(0, 2))
+    assert (plan.goal, plan.cells_to_measure, plan.estimated_s) == (5, 3, pytest.approx(30.0))
+    outcomes = {planned.cell_id: make_outcome(planned) for planned in plan.missing[:3]}
+    result = summarise(plan, outcomes, rows={}, duration_s=1.0)
+    assert (result.status, result.cells_planned, result.cells_in_grid, result.cells_left) == ("complete", 5, 8, 0)
+    assert "5 of 5 cells (chosen by a predictor from a grid of 8) are recorded" in markdown_report(result, [])
+
+
+def test_a_result_that_prefect_cannot_be_asked_for_is_returned_all_the_same(
+    tmp_path: Path, device: ProbeReport, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from precision_time.flows import campaign
+
+    expected = summarise(make_plan(make_spec(tmp_path), device), {}, rows={}, duration_s=1.0)
+
+    def lose_the_api(spec: CampaignSpec, *, return_state: bool) -> None:
+        kept = campaign._finished.get()
+        assert kept is not None
+        kept.append(expected)
+        raise ConnectionError("all connection attempts failed")
+
+    monkeypatch.setattr(campaign, "profiling_campaign", lose_the_api)
+    assert campaign.run_campaign(make_spec(tmp_path)) == expected
+    assert "Prefect does not know how the run ended" in capsys.readouterr().err
+
+
 def test_a_failing_cell_is_tried_again_after_the_others_and_stops_none(tmp_path: Path, device: ProbeReport) -> None:
     plan = make_plan(make_spec(tmp_path, max_attempts=3), device)
     bad = plan.cells[1].cell.label
@@ -248,6 +298,14 @@ def test_the_grid_shows_times_speedups_and_causes(tmp_path: Path, device: ProbeR
     report = markdown_report(result, rows)
     assert "| mlp | amp\\_bf16 | 1 | 8 | 1 | recorded | 100 ms | 2.00x |  |" in report
     assert "timed out. a\\|b c" in report
+
+
+def test_options_of_the_run_have_a_column_only_where_a_cell_has_some(tmp_path: Path, device: ProbeReport) -> None:
+    plain = grid_rows(make_plan(make_spec(tmp_path), device), [], measurements=[])
+    assert "options" not in table_rows(plain)[0]
+    spec = make_spec(tmp_path, compiled=[False, True], compression=["none", "fp16"], strategies=["ddp", "fsdp"])
+    rows = table_rows(grid_rows(make_plan(spec, device), [], measurements=[]))
+    assert {row["options"] for row in rows} >= {"", "compiled", "fsdp, compiled, compression fp16"}
 
 
 def test_a_recorded_cell_whose_rows_give_no_time_is_not_called_missing(tmp_path: Path, device: ProbeReport) -> None:

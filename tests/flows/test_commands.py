@@ -11,6 +11,7 @@ import pytest
 
 from precision_time.__main__ import run
 from precision_time.flows import campaign as campaign_flow
+from precision_time.flows.spec import CampaignSpec
 from precision_time.flows.summary import CampaignResult, FailedCell
 from precision_time.tasks.probe import ProbeReport
 
@@ -26,7 +27,7 @@ batch_sizes: [8]
 @pytest.fixture
 def file(tmp_path: Path, probe: Callable[[str], ProbeReport], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A good campaign file, on a made-up machine."""
-    monkeypatch.setattr("precision_time.flows.plan._probe_once", probe)
+    monkeypatch.setattr("precision_time.flows.plan._probe_once", lambda cluster, device, settings: probe(device))
     path = tmp_path / "campaign.yaml"
     path.write_text(f"{FILE}data: {tmp_path / 'data'}\n", encoding="utf-8")
     return path
@@ -127,6 +128,36 @@ def test_a_campaign_with_failed_cells_ends_with_five_and_names_them(
     error = json.loads(captured.err.splitlines()[-1])
     assert error["code"] == "E-PARTIAL"
     assert "cell 0: signal 9" in error["got"]
+
+
+@pytest.mark.usefixtures("without_prefect")
+def test_a_campaign_that_a_limit_ended_ends_with_five_and_says_what_is_left(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    result = make_result(recorded=1).model_copy(update={"failed": (), "ended_by": "max_cells 1", "cells_left": 3})
+
+    def run_campaign(spec: CampaignSpec) -> CampaignResult:
+        asked.extend([spec.max_hours, spec.max_cells, spec.max_failures, spec.budget_cells, spec.accept_changes])
+        return result.model_copy(update={"data": spec.data})
+
+    monkeypatch.setattr(campaign_flow, "run_campaign", run_campaign)
+    limits = "--max-hours 2.5 --max-cells 1 --max-failures 7 --budget-cells 3 --accept-changes"
+    assert run(["campaign", str(file), *limits.split()]) == 5
+    assert asked == [2.5, 1, 7, 3, True]
+    captured = capsys.readouterr()
+    assert "ended by max_cells 1; 3 cells were not tried" in captured.out
+    assert "ended by max_cells 1; 3 cells were not tried" in captured.err
+
+
+@pytest.mark.usefixtures("without_prefect")
+def test_an_interrupted_campaign_ends_with_130(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = make_result(recorded=1).model_copy(update={"ended_by": "interrupted"})
+    monkeypatch.setattr(campaign_flow, "_run_flow", lambda spec: finished)
+    assert run(["campaign", str(file)]) == 130
+    assert "recorded cells are kept" in capsys.readouterr().err
 
 
 def test_a_prefect_api_that_does_not_answer_is_bad_input(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

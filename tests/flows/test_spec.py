@@ -134,6 +134,11 @@ def test_a_bad_value_is_named_with_its_line(tmp_path: Path, changed: str, words:
         ("measured_steps: 1.5", ["measured_steps", "1.5"]),
         ("memory_limit_bytes: 12", ["memory_limit_bytes"]),
         ("max_attempts: 99", ["max_attempts", "10"]),
+        ("max_hours: 0", ["max_hours", "greater than 0"]),
+        ("max_cells: 1.5", ["max_cells"]),
+        ("max_failures: 0", ["max_failures"]),
+        ("budget_cells: 0", ["budget_cells"]),
+        ("cells_at_once: 1000", ["cells_at_once", "256"]),
         ("device: gpu", ["device", "'cpu'"]),
         ("gpu: [1]", ["line 6", "gpu is not a known key", "nearest is gpus"]),
         ("precison: fp32", ["precison", "nearest is precisions"]),
@@ -258,3 +263,82 @@ def test_no_text_makes_the_reader_fail_in_another_way(tmp_path_factory: pytest.T
     path.write_bytes((GOOD + text).encode("utf-8", "surrogatepass"))
     with contextlib.suppress(InputError):
         read_campaign(path)
+
+
+def test_options_of_the_run_are_axes_of_the_grid(tmp_path: Path) -> None:
+    text = GOOD + "channels_last: [false, true]\ncheckpointing: [none, full]\nstrategies: [ddp, fsdp]\n"
+    spec = read_campaign(write(tmp_path, text))
+    assert len(spec.cells()) == 8 * 16
+    labels = {cell.label for cell in spec.cells()}
+    assert {"mlp fp32 x1 b4", "mlp fp32 x1 b4 channels-last", "mlp fp32 x2 b8 fsdp full-checkpointing"} <= labels
+    assert CampaignSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_a_campaign_that_names_no_option_has_the_cells_it_always_had() -> None:
+    cell = make_spec(compiled=[True, False], fused_optimizer=[False], compression=["none"]).cells()[-1]
+    assert cell == make_spec().cells()[0]
+
+
+def test_options_can_be_excluded() -> None:
+    spec = make_spec(
+        gpus=[1, 2], compression=["none", "bf16"], exclude=[CellPattern(gpus=1, compression="bf16")]
+    )  # fmt: skip
+    assert [(cell.world_size, cell.compression) for cell in spec.cells()] == [(1, "none"), (2, "none"), (2, "bf16")]
+    only = make_spec(compiled=[False, True], exclude=[{"compiled": False}])
+    assert [cell.compiled for cell in only.cells()] == [True]
+
+
+@pytest.mark.parametrize(
+    ("added", "words"),
+    [
+        ("channels_last: [1]", ["channels_last[0]", "one of false, true"]),
+        ("compiled: ['yes']", ["compiled[0]", "yes"]),
+        ("compiled: true", ["compiled", "not a list"]),
+        ("checkpointing: [some]", ["checkpointing[0]", "none, full"]),
+        ("compression: [fp8]", ["compression[0]", "none, fp16, bf16"]),
+        ("fused_optimizer: [true, true]", ["fused_optimizer", "twice"]),
+        ("strategies: ['']", ["strategies[0]"]),
+        ("exclude: [{checkpointing: full}]", ["exclude[0] matches no cell", "checkpointing: full"]),
+    ],
+)
+def test_a_bad_option_is_named(tmp_path: Path, added: str, words: list[str]) -> None:
+    message = refusal(tmp_path, f"{GOOD}{added}\n")
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("cluster", ["auto", "local", "slurm", "tcp://10.0.0.1:8786", "tls://[::1]:8786"])
+def test_a_cluster_is_named_or_an_address(cluster: str) -> None:
+    assert make_spec(cluster=cluster).cluster == cluster
+
+
+@pytest.mark.parametrize(
+    ("added", "words"),
+    [
+        ("cluster: slrum", ["unknown cluster", "slurm, local-cuda"]),
+        ("cluster: tcp://host", ["not the address of a scheduler", "tcp://host:port"]),
+        ("cluster: 'tcp://user:word@host:1'", ["not the address of a scheduler"]),
+        ("cluster: local\ndevice: cuda", ["cluster and device do not fit", "local-cuda with cuda"]),
+        ("cluster: local-cuda\ndevice: cpu", ["cluster and device do not fit"]),
+        ("slurm: {partition: a}", ["slurm has options for another cluster"]),
+        ('cluster: slurm\nslurm: {directives: ["-p a\\nrm -r /"]}', ["one line of plain text"]),
+        ("gpus: [3]\ngpus_per_node: 2", ["do not divide over the nodes", "gpus: 3"]),
+        ("workers_timeout: 0", ["workers_timeout"]),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(tmp_path: Path, added: str, words: list[str]) -> None:
+    text = GOOD.replace("gpus: [1, 2]\n", "") if added.startswith("gpus") else GOOD
+    message = refusal(tmp_path, f"{text}{added}\n")
+    assert all(word in message for word in words), message
+
+
+def test_wide_cells_spread_over_hosts_only_where_it_is_asked_for() -> None:
+    assert {cell.nodes for cell in make_spec(gpus=[1, 16, 64]).cells()} == {1}
+    spread = make_spec(gpus=[1, 8, 16, 64], gpus_per_node=8).cells()
+    assert [(cell.world_size, cell.nodes) for cell in spread] == [(1, 1), (8, 1), (16, 2), (64, 8)]
+
+
+def test_the_campaigns_that_come_along_are_sound() -> None:
+    folder = Path(__file__).parents[2] / "deploy" / "campaigns"
+    grids = {path.name: read_campaign(path).cells() for path in sorted(folder.glob("*.yaml"))}
+    assert len(grids["paper-grid.yaml"]) == 4 * 4 * 7 * 3
+    assert {cell.nodes for cell in grids["paper-grid.yaml"] if cell.world_size == 64} == {8}

@@ -14,7 +14,7 @@ from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.observations import Observation
 from precision_time.predictor.precision import parse_precision
 from precision_time.predictor.workload import find_workload
-from precision_time.storage.schema import ArtifactManifest
+from precision_time.storage.manifests import ArtifactManifest
 
 RADII = {"known": 0.1, "new gpu": 0.3, "new model": 0.4, "new family": 0.5, "beyond scale": 1.2}
 

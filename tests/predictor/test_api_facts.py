@@ -13,7 +13,7 @@ from precision_time.predictor import api
 from precision_time.predictor.artifact import PublishedPredictor
 from precision_time.predictor.blending import Blend
 from precision_time.storage.errors import InputError, UnknownNameError
-from precision_time.storage.schema import ArtifactManifest
+from precision_time.storage.manifests import ArtifactManifest
 
 pytestmark = pytest.mark.usefixtures("nothing_published")
 

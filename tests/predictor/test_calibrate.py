@@ -21,7 +21,8 @@ from precision_time.predictor.observations import Observation
 from precision_time.predictor.pooling import SHIPPED_EFFECTS
 from precision_time.predictor.workload import find_workload
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, UnknownNameError
-from precision_time.storage.schema import ArtifactManifest, Measurement
+from precision_time.storage.manifests import ArtifactManifest
+from precision_time.storage.schema import Measurement
 
 RADII = {
     "known": 0.1, "new pair": 0.2, "new gpu": 0.3, "new model": 0.4, "new family": 0.6, "new model and gpu": 0.6,

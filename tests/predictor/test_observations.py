@@ -12,6 +12,7 @@ import pytest
 from precision_time.predictor import observations
 from precision_time.predictor.cards import Card, find_card
 from precision_time.predictor.hardware import find_hardware
+from precision_time.predictor.implementation import Implementation
 from precision_time.predictor.observations import (
     Observation,
     describe_row,
@@ -269,3 +270,24 @@ def test_the_rows_of_one_network_in_one_source_share_their_weight(tmp_path: Path
 
 def test_a_row_that_tells_no_input_is_of_the_usual_one() -> None:
     assert describe_row("resnet50", "", None, None) == describe_row("resnet50", "224", None, None)
+
+
+def test_the_options_of_a_run_are_facts_of_its_code_and_its_defaults_are_silent(measure) -> None:
+    plain = measure(models=("mlp",))[0]
+    told = dataclasses.replace(
+        plain, channels_last=True, compiled=True, checkpointing="full", fused_optimizer=True, world_size=2
+    )
+    (default,), (seen,) = observe([plain]), observe([told])
+    assert default.setup.implementation == Implementation()
+    assert seen.setup.implementation == Implementation(
+        channels_last=True, compiled=True, checkpointing="full", fused_kernels=True
+    )
+
+
+def test_compressed_gradients_take_less_time_on_the_wire_and_the_policy_keeps_its_name(measure) -> None:
+    plain = dataclasses.replace(measure(models=("mlp",))[0], precision="fp32", world_size=8)
+    squeezed = dataclasses.replace(plain, compression="bf16")
+    (one,), (other,) = observe([plain]), observe([squeezed])
+    assert other.setup.precision.name == one.setup.precision.name == "fp32"
+    assert other.setup.precision.communicate == "bf16"
+    assert other.closed.communication_time_s < one.closed.communication_time_s

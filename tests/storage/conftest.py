@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
 from precision_time.storage.registry import Registry
-from precision_time.storage.schema import ArtifactFile, ArtifactManifest, IterationTiming
+from precision_time.storage.schema import IterationTiming
 
 Describe = Callable[[int, tuple[ArtifactFile, ...]], ArtifactManifest]
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from precision_time.storage.errors import InputError, IntegrityError
+from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
 from precision_time.storage.registry import Registry
-from precision_time.storage.schema import ArtifactFile, ArtifactManifest
 
 Publish = Callable[..., ArtifactManifest]
 Describe = Callable[[int, tuple[ArtifactFile, ...]], ArtifactManifest]
@@ -266,3 +267,9 @@ def test_a_manifest_that_does_not_list_exactly_the_files_is_not_published(
     assert local.versions("demo") == []
     # The number is free again.
     assert publish(local).version == 1
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "a/b", "../x", ".hidden", "_x", "a b", "a\n", "é", "x" * 101, "C:x"])
+def test_a_file_name_of_an_artifact_follows_one_pattern(path: str) -> None:
+    with pytest.raises(ValidationError):
+        ArtifactFile(path=path, size_bytes=1, sha256="0" * 64)

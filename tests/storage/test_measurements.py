@@ -138,3 +138,75 @@ def test_cells_do_not_mix_and_come_sorted(timing: Make) -> None:
 
 def test_no_rows_give_no_measurements() -> None:
     assert measure([]) == ([], [])
+
+
+def test_skew_is_the_longest_less_the_shortest_wait_of_a_step(timing: Make) -> None:
+    waits = {0: (0.5, 0.1), 1: (0.2, 0.3), 2: (0.2, 0.4)}
+    rows = [
+        timing(step=step, rank=rank, communication_time_s=seconds)
+        for step, pair in waits.items()
+        for rank, seconds in enumerate(pair)
+    ]
+    (measured,), _ = measure(rows)
+    assert measured.skew_s == pytest.approx(0.2)
+
+
+def test_skipped_steps_are_counted_once_for_all_ranks(timing: Make) -> None:
+    rows = [timing(step=step, rank=rank, step_skipped=step < 2) for step in range(5) for rank in range(2)]
+    (measured,), _ = measure(rows)
+    assert (measured.skipped_steps, measured.iterations) == (2, 3)
+
+
+def test_steps_before_the_last_change_count_as_cold(timing: Make) -> None:
+    rows = [
+        timing(
+            step=step,
+            rank=rank,
+            is_warmup=step < 2,
+            is_cold=step < 6,
+            is_settled=True,
+            iteration_time_s=(1.0 if step < 6 else 1.15) + 0.01 * rank,
+        )
+        for step in range(12)
+        for rank in range(2)
+    ]
+    (measured,), problems = measure(rows)
+    assert problems == []
+    assert measured.cold_iteration_time_s == pytest.approx(1.01)
+    assert measured.iteration_time_s == pytest.approx(1.16)
+    assert (measured.iterations, measured.settled) == (6, True)
+
+
+def test_a_cell_without_a_change_has_no_cold_median(timing: Make) -> None:
+    rows = [timing(world_size=1, step=step, is_cold=False, is_settled=False) for step in range(4)]
+    (measured,), _ = measure(rows)
+    assert (measured.cold_iteration_time_s, measured.settled) == (None, False)
+
+
+def test_energy_is_that_of_all_gpus_and_unknown_where_one_is(timing: Make) -> None:
+    joules = {0: 3.0, 1: 4.0}
+    rows = [timing(step=step, rank=rank, energy_j=joules[rank]) for step in range(3) for rank in range(2)]
+    assert measure(rows)[0][0].energy_j == 7.0
+    rows = [timing(step=step, rank=rank, energy_j=joules[rank] if rank else None) for step in range(3)
+            for rank in range(2)]  # fmt: skip
+    assert measure(rows)[0][0].energy_j is None
+    assert measure([timing(world_size=1)])[0][0].energy_j is None
+
+
+def test_conditions_are_medians_and_marks_are_shares(timing: Make) -> None:
+    rows = [
+        timing(world_size=1, step=step, gpu_clock_hz=1e9 + step, temperature_c=60.0, throttled=step == 0,
+               contended=step < 2, isolated_communication_s=0.5)
+        for step in range(4)
+    ]  # fmt: skip
+    (measured,), _ = measure(rows)
+    assert (measured.gpu_clock_hz, measured.temperature_c, measured.power_w) == (1e9 + 1.5, 60.0, None)
+    assert (measured.throttled_share, measured.contended_share) == (0.25, 0.5)
+    assert measured.isolated_communication_s == 0.5
+
+
+def test_options_of_the_run_are_told(timing: Make) -> None:
+    options = {"channels_last": True, "compiled": True, "checkpointing": "full", "fused_optimizer": True}
+    (measured,), _ = measure([timing(world_size=1, compression="fp16", **options)])
+    assert {name: getattr(measured, name) for name in options} == options
+    assert measured.compression == "fp16"

@@ -200,7 +200,15 @@ def test_a_missing_optional_column_is_null() -> None:
     assert read_table(plain_file(small_columns(share=pa.nulls(2))), Small).column("share").null_count == 2
 
 
-@pytest.mark.parametrize("column", ["name", "count", "time_s", "is_good", "schema_version"])
+def test_a_missing_column_with_a_default_is_filled_with_it() -> None:
+    columns = small_columns()
+    del columns["is_good"]
+    table = read_table(plain_file(columns), Small)
+    assert table.column("is_good").to_pylist() == [True, True]
+    assert table.schema.equals(arrow_schema(Small))
+
+
+@pytest.mark.parametrize("column", ["name", "count", "time_s", "schema_version"])
 def test_a_missing_required_column_is_refused_with_file_and_column(column: str) -> None:
     columns = small_columns()
     del columns[column]
@@ -227,9 +235,9 @@ def test_text_may_be_stored_plain_or_encoded() -> None:
 
 
 def test_a_newer_schema_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(IntegrityError, match="schema version 2; expected: schema version 1"):
+    with pytest.raises(IntegrityError, match="schema version 3; expected: schema version 1"):
         read_table(
-            encode_table(table_of([replace(SMALL[0], schema_version=2)], Small), Small), Small, name="new.parquet"
+            encode_table(table_of([replace(SMALL[0], schema_version=3)], Small), Small), Small, name="new.parquet"
         )
     # Named before its columns are looked at: they are expected to differ.
     table = pa.table({"other": [1]}).replace_schema_metadata({"precision_time.schema_version": "7"})

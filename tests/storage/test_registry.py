@@ -21,8 +21,8 @@ from precision_time.storage.errors import (
 )
 from precision_time.storage.filesystem import Store, open_store
 from precision_time.storage.local import LocalStore
+from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
 from precision_time.storage.registry import Registry, configured_registry_url
-from precision_time.storage.schema import ArtifactFile, ArtifactManifest
 
 Publish = Callable[..., ArtifactManifest]
 
@@ -352,7 +352,7 @@ def test_a_publisher_killed_anywhere_leaves_versions_valid_or_absent(
     code = (
         "import itertools, os, sys\n"
         "from precision_time.storage.registry import Registry\n"
-        "from precision_time.storage.schema import ArtifactManifest\n"
+        "from precision_time.storage.manifests import ArtifactManifest\n"
         "def describe(version, files):\n"
         "    return ArtifactManifest.model_validate_json(sys.argv[2]).model_copy(\n"
         "        update={'version': version, 'files': files})\n"

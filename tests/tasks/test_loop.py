@@ -5,10 +5,14 @@ import torch
 from torch import nn
 
 from precision_time.predictor.precision import PRECISIONS
-from precision_time.tasks import loop
+from precision_time.tasks import clocks, device_state, loop
+from precision_time.tasks.clocks import DeviceClock
+from precision_time.tasks.device_state import EnergyMeter, GpuState
 from precision_time.tasks.job import MeasurementLimits
-from precision_time.tasks.loop import DeviceClock, StepTimes, TimedLoop
+from precision_time.tasks.loop import StepTimes, TimedLoop
+from precision_time.tasks.options import RunOptions
 from precision_time.tasks.policies import apply_precision
+from precision_time.tasks.refusals import CellRefusedError, LossNotFiniteError
 from precision_time.tasks.workloads import OPTIMIZERS, Workload
 
 CPU = torch.device("cpu")
@@ -24,7 +28,9 @@ class Counting(nn.Linear):
         return super().forward(inputs)
 
 
-def make_loop(*, precision="fp32", accumulation_steps=1, loss_factor=1.0, measured_steps=6):
+def make_loop(
+    *, precision="fp32", accumulation_steps=1, loss_factor=1.0, measured_steps=6, optimizer="sgd_momentum", options=None
+):
     module = Counting()
     workload = Workload(
         name="one-layer",
@@ -33,8 +39,8 @@ def make_loop(*, precision="fp32", accumulation_steps=1, loss_factor=1.0, measur
         module=module,
         make_batch=lambda samples, device: torch.ones(samples, 8, device=device),
         compute_loss=lambda module, batch: module(batch).float().square().mean() * loss_factor,
-        make_optimizer=OPTIMIZERS["sgd_momentum"],
-        optimizer_name="sgd_momentum",
+        make_optimizer=OPTIMIZERS[optimizer],
+        optimizer_name=optimizer,
     )
     return TimedLoop(
         workload,
@@ -44,6 +50,7 @@ def make_loop(*, precision="fp32", accumulation_steps=1, loss_factor=1.0, measur
         batch_size=2,
         accumulation_steps=accumulation_steps,
         limits=MeasurementLimits(warmup_steps=5, measured_steps=measured_steps, seconds_per_cell=10.0),
+        options=options,
     )
 
 
@@ -140,10 +147,103 @@ class FakeEvent:
 
 
 def test_cuda_events_are_made_once_and_read_as_seconds(monkeypatch):
-    monkeypatch.setattr(loop, "_new_event", FakeEvent)
+    monkeypatch.setattr(clocks, "_new_event", FakeEvent)
     clock = DeviceClock(count=2)
     for _ in range(3):
         marks = [clock.mark() for _ in range(4)]
         assert clock.seconds(marks[0], marks[1]) == 1.5
         clock.reuse()
     assert FakeEvent.made == 4
+
+
+@pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw"])
+def test_a_fused_optimizer_is_called_for_skipped_steps_too_and_they_are_marked_all_the_same(optimizer):
+    fused = RunOptions(fused_optimizer=True)
+    timed = make_loop(precision="amp_fp16", loss_factor=1e38, optimizer=optimizer, options=fused)
+    before = timed.workload.module.weight.clone()
+    steps = timed._block(3, synchronise=True, lead_in=False)
+    assert torch.equal(before, timed.workload.module.weight)
+    assert [step.loss_scale for step in steps] == [1024.0, 512.0, 256.0]
+    assert all(step.step_skipped for step in steps)
+    good = make_loop(precision="amp_fp16", optimizer=optimizer, options=fused)
+    steps = good._block(3, synchronise=True, lead_in=True)
+    assert [(step.loss_scale, step.step_skipped) for step in steps] == [(1024.0, False)] * 3
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_ends_the_cell_after_its_block(factor):
+    timed = make_loop(loss_factor=factor)
+    with pytest.raises(LossNotFiniteError, match=r"the loss is (nan|inf)"):
+        timed.run()
+
+
+def test_the_loss_is_looked_at_once_a_block_and_never_inside_a_step(monkeypatch):
+    looks = []
+    real = torch.isfinite
+    monkeypatch.setattr(torch, "isfinite", lambda values: looks.append(1) or real(values))
+    timed = make_loop()
+    timed._step(synchronise=True)
+    assert looks == []
+    timed._block(4, synchronise=True, lead_in=True)
+    assert len(looks) == 1
+
+
+def test_every_step_carries_the_conditions_of_its_block():
+    timed = make_loop()
+    result = timed.run()
+    assert all(step.conditions is not None for step in result.warmup + result.synced)
+    assert result.synced[0].conditions.load_average >= 0
+    assert (result.energy_j, result.isolated_communication_s) == (None, None)
+    assert "no energy counter" in result.energy_reason
+
+
+class CountingMonitor:
+    """A GPU that takes 5 J in every step, by the number of steps that the loop took."""
+
+    def __init__(self, timed):
+        self.timed = timed
+
+    def energy_j(self):
+        return 100.0 + 5.0 * self.timed.workload.module.calls
+
+    def read(self):
+        return GpuState(throttled=False)
+
+
+def test_energy_counts_the_thrown_away_step_on_both_sides(monkeypatch):
+    timed = make_loop()
+    timed._energy = EnergyMeter(CountingMonitor(timed), reason="")
+    monkeypatch.setattr(device_state, "LEAST_ENERGY_S", 0.0)
+    result = timed.run()
+    assert (result.energy_j, result.energy_reason) == (5.0, "")
+
+
+def test_an_option_that_cannot_be_put_in_force_is_refused_before_the_first_step():
+    with pytest.raises(CellRefusedError, match="no blocks to checkpoint"):
+        make_loop(options=RunOptions(checkpointing="full"))
+
+
+def test_a_compiled_module_is_what_a_step_calls(monkeypatch):
+    calls = []
+
+    class Compiled(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.inner = module
+
+        def forward(self, inputs):
+            calls.append(1)
+            return self.inner(inputs)
+
+    monkeypatch.setattr(loop, "compile_module", lambda module, device: Compiled(module))
+    monkeypatch.setattr(loop, "check_compiled", lambda: None)
+    timed = make_loop(options=RunOptions(compiled=True))
+    timed._block(2, synchronise=True, lead_in=False)
+    assert len(calls) == 2
+
+    def nothing_compiled():
+        raise CellRefusedError("torch.compile has no effect")
+
+    monkeypatch.setattr(loop, "check_compiled", nothing_compiled)
+    with pytest.raises(CellRefusedError, match="no effect"):
+        timed.run()

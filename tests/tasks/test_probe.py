@@ -48,3 +48,21 @@ def test_an_unknown_device_is_bad_input_before_anything_runs(monkeypatch):
     monkeypatch.setattr(probe.subprocess, "run", None)
     with pytest.raises(InputError, match="auto, cpu, cuda"):
         probe_device("gpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021\n", "470.57.02"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n", "580.82.07"),
+        ("something else\n", ""),
+    ],
+)
+def test_the_driver_of_either_kernel_module_is_read(tmp_path, text, version):
+    path = tmp_path / "version"
+    path.write_text(text, encoding="utf-8")
+    assert probe._driver_version(str(path)) == version
+
+
+def test_without_a_driver_its_version_is_blank(tmp_path):
+    assert probe._driver_version(str(tmp_path / "none")) == ""

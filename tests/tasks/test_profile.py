@@ -12,7 +12,8 @@ from distributed import Client, LocalCluster
 from precision_time.storage.errors import InputError, StorageError
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks import profile
+from precision_time.tasks import gangs, profile
+from precision_time.tasks.gangs import gang_state
 from precision_time.tasks.job import MeasurementLimits
 from precision_time.tasks.profile import assign_devices, profile_cell
 from precision_time.tasks.rank_process import end_ranks
@@ -69,6 +70,13 @@ def living_processes_of(folder):
 
 def assert_workers_are_free(client):
     client.wait_for_workers(2, timeout=30)
+    state = gang_state(client)
+    for _ in range(100):
+        if not state["draining"]:
+            break
+        time.sleep(0.1)
+        state = gang_state(client)
+    assert not any(state.values())
     assert set(client.run(end_ranks).values()) == {0}
 
 
@@ -196,7 +204,8 @@ def test_an_interrupt_kills_the_ranks_and_goes_on_up(client, tmp_path, monkeypat
     assert_workers_are_free(client)
 
 
-def test_a_cell_wider_than_the_cluster_is_bad_input(client, tmp_path):
+def test_a_cell_wider_than_the_cluster_is_bad_input(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(gangs, "GRACE_S", 0.2)
     with pytest.raises(InputError, match="fewer workers than the cell has ranks"):
         run_cell(client, tmp_path, "mlp", world_size=3)
 
@@ -224,3 +233,13 @@ def test_every_rank_of_a_host_gets_a_gpu_of_its_own(visible, devices):
 def test_more_ranks_than_gpus_on_a_host_are_refused():
     with pytest.raises(InputError, match="fewer GPUs than ranks"):
         assign_devices(["tcp://10.0.0.1:1", "tcp://10.0.0.1:2"], ["0", "0"])
+
+
+def test_what_can_be_refused_without_a_start_takes_no_workers(tmp_path) -> None:
+    cell = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4, strategy="fsdp")
+    receipt = profile_cell(
+        cell, attempt=1, environment=ENVIRONMENT, limits=LIMITS, client=None, scratch=tmp_path / "none"
+    )
+    assert (receipt.status, receipt.cause) == ("refused", "strategy-unsupported")
+    assert "fsdp" in receipt.message
+    assert not (tmp_path / "none").exists()

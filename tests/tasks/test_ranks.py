@@ -1,16 +1,33 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
 from precision_time.storage.schema import Environment, GridCell
+from precision_time.tasks.conditions import Conditions
+from precision_time.tasks.device_state import GpuState
 from precision_time.tasks.job import MeasurementLimits, RankJob
 from precision_time.tasks.loop import LoopResult, StepTimes
-from precision_time.tasks.ranks import PARENT_VARIABLE, describe_failure, failure_path, fragment_path, make_rows
+from precision_time.tasks.ranks import (
+    PARENT_VARIABLE,
+    check_environment,
+    describe_failure,
+    failure_path,
+    fragment_path,
+    make_rows,
+)
+from precision_time.tasks.refusals import CellRefusedError, EnvironmentChangedError, LossNotFiniteError
 
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2)
+
+
+class CompilerError(RuntimeError):
+    """As inductor raises them."""
+
+    __module__ = "torch._inductor.exc"
 
 
 def make_job(scratch, *, world_size):
@@ -90,6 +107,17 @@ def test_one_rank_exposes_nothing(tmp_path):
         (PrecisionUnsupportedError("no tf32"), "tf32", "precision-unsupported", False),
         (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]"), "fp32", "exception", True),
         (ConnectionResetError("Connection reset by peer"), "fp32", "exception", False),
+        (CellRefusedError("no blocks to checkpoint"), "fp32", "option-unsupported", False),
+        (CellRefusedError("no fsdp", cause="strategy-unsupported"), "fp32", "strategy-unsupported", False),
+        (CompilerError("no compiler"), "fp32", "option-unsupported", False),
+        (
+            RuntimeError("`fused=True` requires all the params to be on supported devices"),
+            "fp32",
+            "option-unsupported",
+            False,
+        ),
+        (LossNotFiniteError("the loss is nan"), "fp32", "nan loss", False),
+        (EnvironmentChangedError("torch 2.13 runs here"), "fp32", "environment changed", False),
     ],
 )
 def test_a_failure_gets_the_cause_that_outcomes_use(error, precision, cause, peer_lost):
@@ -110,3 +138,36 @@ def test_a_rank_whose_worker_is_gone_ends_without_working(tmp_path):
     assert ended.returncode == 1
     assert not fragment_path(tmp_path, 0).exists()
     assert not failure_path(tmp_path, 0).exists()
+
+
+def test_a_row_tells_the_options_the_conditions_and_what_was_measured_once(tmp_path):
+    seen = Conditions(
+        load_average=3.5, other_cpu_share=0.25, steal_share=0.0, contended=True,
+        gpu=GpuState(clock_hz=1e9, power_w=300.0, temperature_c=60.0, throttled=False, reasons="power cap"),
+    )  # fmt: skip
+    step = replace(make_step(backward_s=2.0), conditions=seen)
+    result = LoopResult(
+        warmup=[step], synced=[step], local=[step], steady=True, isolated_communication_s=0.25, energy_j=7.0,
+        energy_reason="",
+    )  # fmt: skip
+    job = make_job(tmp_path, world_size=2)
+    job = replace(job, cell=replace(job.cell, checkpointing="full", compression="bf16"))
+    cold, row = rows_of(job, result)
+    assert (row.checkpointing, row.compression, row.compiled) == ("full", "bf16", False)
+    assert (row.gpu_clock_hz, row.power_w, row.temperature_c) == (1e9, 300.0, 60.0)
+    assert (row.throttled, row.throttle_reasons) == (False, "power cap")
+    assert (row.load_average, row.other_cpu_share, row.steal_share, row.contended) == (3.5, 0.25, 0.0, True)
+    assert (row.isolated_communication_s, row.energy_j, row.energy_reason) == (0.25, 7.0, "")
+    assert (cold.isolated_communication_s, cold.energy_j) == (None, None)
+    assert cold.energy_reason == "warm-up is not counted"
+
+
+def test_a_worker_with_other_software_than_the_plan_does_not_measure(tmp_path):
+    job = make_job(tmp_path, world_size=1)
+    check_environment(job, torch_version="2.13", cuda_version="")  # the plan states none
+    planned = replace(job, environment=replace(ENVIRONMENT, framework_version="2.12", cuda_version="12.6"))
+    check_environment(planned, torch_version="2.12", cuda_version="12.6")
+    with pytest.raises(EnvironmentChangedError, match=r"torch 2\.13 runs here, .* planned with 2\.12"):
+        check_environment(planned, torch_version="2.13", cuda_version="12.6")
+    with pytest.raises(EnvironmentChangedError, match="CUDA none"):
+        check_environment(planned, torch_version="2.12", cuda_version="")

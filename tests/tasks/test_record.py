@@ -10,6 +10,7 @@ from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
 from precision_time.tasks.loop import LoopResult, StepTimes
 from precision_time.tasks.ranks import fragment_path, make_rows
 from precision_time.tasks.record import record_cell
+from precision_time.tasks.refusals import refuse_unstarted
 
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2)
 CELL = GridCell(model="own:factory", precision="bf16", world_size=2, per_gpu_batch_size=4)
@@ -164,3 +165,63 @@ def test_a_cell_that_is_recorded_already_keeps_its_first_rows(dataset, receipt, 
         write_fragment(fragment_path(scratch, rank), rows)
     assert record_cell(dataset, replace(receipt, attempt=2)).status == "recorded"
     assert dataset.measurements()[0].iteration_time_s == 1.0
+
+
+def test_rows_carry_the_marks_of_the_whole_cell(dataset, receipt):
+    record_cell(dataset, receipt)
+    assert set(dataset.read()["is_settled"].to_pylist()) == {True}
+    assert set(dataset.read()["is_cold"].to_pylist()) == {False}
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"throttled": True, "throttle_reasons": "hardware slowdown"}, "throttled"),
+        ({"other_cpu_share": 0.99}, "contended"),
+        ({"step_skipped": True}, "no usable step"),
+    ],
+)
+def test_a_cell_whose_every_step_is_of_no_use_fails_with_its_reason(dataset, receipt, change, cause):
+    for rank in range(2):
+        rows = [replace(row, **change) for row in make_fragment_rows(fragment_path_of(receipt, rank).parent, rank)]
+        write_fragment(fragment_path_of(receipt, rank), rows)
+    outcome = record_cell(dataset, receipt)
+    assert (outcome.status, outcome.cause, outcome.rows) == ("failed", cause, 0)
+    assert outcome.message
+    assert dataset.recorded_cells() == set()
+
+
+@pytest.mark.parametrize("cause", ["option-unsupported", "strategy-unsupported", "precision-unsupported"])
+def test_what_another_attempt_cannot_change_is_refused(dataset, receipt, cause):
+    outcome = record_cell(dataset, replace(receipt, status="failed", cause=cause, message="no", fragments=()))
+    assert (outcome.status, outcome.cause) == ("refused", cause)
+
+
+def test_a_cell_of_another_strategy_is_recorded_as_refused_without_a_start(dataset):
+    fsdp = refuse_unstarted(replace(CELL, strategy="fsdp"), attempt=1, environment=ENVIRONMENT)
+    record_cell(dataset, fsdp)
+    (outcome,) = dataset.outcomes()
+    assert (outcome.status, outcome.cause, outcome.strategy) == ("refused", "strategy-unsupported", "fsdp")
+    assert "fsdp is not measured" in outcome.message
+    assert refuse_unstarted(CELL, attempt=1, environment=ENVIRONMENT) is None
+
+
+def test_an_outcome_names_the_options_of_its_cell(dataset, receipt):
+    cell = replace(CELL, compiled=True, checkpointing="full", compression="fp16")
+    record_cell(dataset, replace(receipt, cell=cell, status="failed", cause="exception", fragments=()))
+    (outcome,) = dataset.outcomes()
+    assert (outcome.compiled, outcome.checkpointing, outcome.compression) == (True, "full", "fp16")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"framework_version": "9"}, "its framework_version is '9' instead of ''"),
+        ({"driver_version": "9"}, "its driver_version is '9' instead of ''"),
+        ({"compiled": True}, "it ran with compiled=True instead of False"),
+    ],
+)
+def test_rows_of_another_environment_or_option_are_not_mixed_in(dataset, receipt, change, said):
+    rows = make_fragment_rows(fragment_path_of(receipt, 1).parent, 1)
+    write_fragment(fragment_path_of(receipt, 1), [replace(row, **change) for row in rows])
+    assert_refused_as_corrupt(dataset, receipt, said)

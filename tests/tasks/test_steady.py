@@ -1,6 +1,17 @@
+import random
+import statistics
+
 import pytest
 
-from precision_time.tasks.steady import is_steady, least_warmup, pair_size, union_length, warmup_size
+from precision_time.tasks.steady import (
+    Regimes,
+    find_regimes,
+    is_steady,
+    least_warmup,
+    pair_size,
+    union_length,
+    warmup_size,
+)
 
 
 def test_steady_means_that_the_halves_of_the_last_window_agree():
@@ -59,3 +70,50 @@ def test_three_steps_are_measured_even_when_the_time_is_up():
 def test_overlapping_buckets_count_once():
     assert union_length([]) == 0.0
     assert union_length([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (0.6, 0.7)]) == pytest.approx(3.0)
+
+
+def noisy(seconds, count, *, seed=0, spread=0.02):
+    rng = random.Random(seed)
+    return [seconds * (1.0 + rng.gauss(0.0, spread)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_down_of_15_percent_is_found_within_20_steps(seed):
+    before, after = noisy(0.100, 60, seed=seed), noisy(0.115, 20, seed=100 + seed)
+    found = find_regimes(before + after, tolerance=0.02)
+    assert abs(found.steady_from - 60) <= 3
+    assert found.settled
+    assert statistics.median((before + after)[: found.steady_from]) == pytest.approx(0.100, rel=0.02)
+    assert statistics.median((before + after)[found.steady_from :]) == pytest.approx(0.115, rel=0.02)
+
+
+def test_noise_and_single_slow_steps_are_no_change():
+    times = noisy(0.1, 80)
+    times[40] = 5.0
+    assert find_regimes(times, tolerance=0.02) == Regimes(starts=(0,), settled=True)
+    assert find_regimes([0.1] * 9, tolerance=0.02).starts == (0,)
+    assert find_regimes([0.1] * 50, tolerance=0.02) == Regimes(starts=(0,), settled=True)
+
+
+def test_two_changes_are_told_apart():
+    found = find_regimes(noisy(0.2, 15) + noisy(0.1, 40, seed=1) + noisy(0.13, 30, seed=2), tolerance=0.02)
+    assert found.starts == (0, 15, 55)
+    assert found.settled
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [0.1 * 1.01**step for step in range(80)],
+        ([0.1] * 10 + [0.2] * 10) * 4,
+        [0.1] * 60 + [0.1 + 0.002 * step for step in range(40)],
+    ],
+    ids=["ramp", "up and down", "a level that is left"],
+)
+def test_a_series_that_never_settles_is_marked(times):
+    assert not find_regimes(times, tolerance=0.02).settled
+
+
+def test_a_long_series_takes_no_long_time():
+    found = find_regimes(noisy(0.1, 10_000) + noisy(0.12, 10_000, seed=1), tolerance=0.02)
+    assert abs(found.steady_from - 10_000) < 20

@@ -7,7 +7,7 @@ import torch
 
 from precision_time.predictor.workload import known_workloads
 from precision_time.storage.errors import InputError, UnknownNameError
-from precision_time.tasks.workloads import BUILDERS, build_workload, count_card
+from precision_time.tasks.workloads import BUILDERS, OPTIMIZERS, build_workload, count_card
 
 LIGHT = ("mlp", "vit_tiny", "bert_mini", "gpt2_mini")
 
@@ -76,3 +76,11 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 def test_a_dotted_name_that_leads_nowhere_is_bad_input(on_path, name, said):
     with pytest.raises(InputError, match=said):
         build_workload(name)
+
+
+def test_adamw_stays_finite_in_fp16_where_the_square_of_a_gradient_is_zero() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = OPTIMIZERS["adamw"]([weight])
+    weight.grad = torch.full_like(weight, 1e-5)
+    optimizer.step()
+    assert torch.isfinite(weight).all()

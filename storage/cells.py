@@ -1,0 +1,122 @@
+"""GridCell and its Environment: what a cell is, and the name that both give it."""
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from precision_time.storage.errors import InputError
+
+__all__ = ["CHECKPOINTING", "COMPRESSION", "OPTIONS", "Environment", "GridCell"]
+
+#: Fields of a cell that say how the same training is run: axes of the grid, columns of every row.
+OPTIONS = ("channels_last", "compiled", "checkpointing", "fused_optimizer", "compression")
+CHECKPOINTING = ("none", "full")
+COMPRESSION = ("none", "fp16", "bf16")
+
+
+def _positive_integer(name: str, value: object, *, at_least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise InputError(f"{name} is not usable", got=repr(value), expected=f"an integer of at least {at_least}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The machine and software of a cell, as far as they may change a timing.
+
+    ``gpu`` is the hardware name (``predictor/data/gpus.toml``); on a CPU it is ``cpu-<model>-<cores>c``.
+    """
+
+    device_type: str
+    gpu: str
+    cpu_model: str
+    cpu_cores: int
+    driver_version: str = ""
+    cuda_version: str = ""
+    framework: str = "pytorch"
+    framework_version: str = ""
+    backend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridCell:
+    """One point of the grid: model x precision x world size x batch, on one kind of machine.
+
+    ``precision`` is a canonical name; ``per_gpu_batch_size`` counts the samples of one rank in one micro-step.
+    The options are plain eager training by default: ``channels_last`` memory, ``compiled`` by torch.compile,
+    ``checkpointing`` of activations (``none`` or ``full``), ``fused_optimizer``, ``compression`` of the gradients on
+    the wire (``none``, ``fp16``, ``bf16``). Raises ``InputError`` for a number that is not a positive integer, an empty
+    name, or an option that is none.
+    """
+
+    model: str
+    precision: str
+    world_size: int
+    per_gpu_batch_size: int
+    gradient_accumulation_steps: int = 1
+    strategy: str = "ddp"
+    nodes: int = 1
+    channels_last: bool = False
+    compiled: bool = False
+    checkpointing: str = "none"
+    fused_optimizer: bool = False
+    compression: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "per_gpu_batch_size", "gradient_accumulation_steps", "nodes"):
+            _positive_integer(name, getattr(self, name))
+        for name in ("model", "precision", "strategy"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise InputError(f"{name} is not usable", got=repr(value), expected="a name")
+        choices: dict[str, tuple[bool | str, ...]] = {
+            "channels_last": (False, True),
+            "compiled": (False, True),
+            "checkpointing": CHECKPOINTING,
+            "fused_optimizer": (False, True),
+            "compression": COMPRESSION,
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known or type(value) is not type(known[0]):
+                raise InputError(
+                    f"{name} is not usable", got=repr(value), expected=f"one of {', '.join(str(one) for one in known)}"
+                )
+        if self.world_size % self.nodes:
+            raise InputError(
+                "the ranks do not divide over the nodes",
+                got=f"world_size {self.world_size} / nodes {self.nodes}",
+                expected="a whole number of ranks per node",
+            )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one iteration over all ranks."""
+        return self.per_gpu_batch_size * self.world_size * self.gradient_accumulation_steps
+
+    @property
+    def label(self) -> str:
+        """Short text for logs and tables, e.g. ``resnet50 amp_bf16 x8 b32``; what is not the default follows."""
+        words = [self.model, self.precision, f"x{self.world_size}", f"b{self.per_gpu_batch_size}"]
+        words += [f"a{self.gradient_accumulation_steps}"] if self.gradient_accumulation_steps > 1 else []
+        words += [self.strategy] if self.strategy != "ddp" else []
+        words += ["channels-last"] if self.channels_last else []
+        words += ["compiled"] if self.compiled else []
+        words += [f"{self.checkpointing}-checkpointing"] if self.checkpointing != "none" else []
+        words += ["fused-optimizer"] if self.fused_optimizer else []
+        words += [f"{self.compression}-compression"] if self.compression != "none" else []
+        return " ".join(words)
+
+    def cell_id(self, environment: Environment) -> str:
+        """16 hex digits: the content hash of the cell and its environment, without the attempt.
+
+        Fields at their default are left out of the hash, so a later schema can add one and recorded cells keep
+        their names.
+        """
+        content = {"cell": _stated(self), "environment": _stated(environment)}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stated(record: GridCell | Environment) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in fields(record) if getattr(record, f.name) != f.default}

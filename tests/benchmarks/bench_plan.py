@@ -1,0 +1,69 @@
+"""How long the plan of 10,000 cells takes and how much memory; run: python tests/benchmarks/bench_plan.py
+
+Prints one JSON object: seconds of reading the campaign, planning and ordering it, and the peak of the process's memory.
+"""
+
+import json
+import resource
+import tempfile
+import time
+
+from precision_time.flows.order import order_cells
+from precision_time.flows.plan import plan_campaign
+from precision_time.flows.spec import CampaignSpec
+from precision_time.predictor.hardware import HardwareSpec
+from precision_time.storage.schema import Environment
+from precision_time.tasks.probe import ProbeReport
+
+MACHINE = ProbeReport(
+    environment=Environment(device_type="cpu", gpu="cpu-made-up-64c", cpu_model="made up", cpu_cores=64),
+    device_count=64,
+    unsupported={},
+    hardware=HardwareSpec(
+        name="cpu-made-up-64c",
+        kind="cpu",
+        architecture="x86-64",
+        compute_capability=None,
+        memory_bytes=2**33,
+        memory_bytes_per_s=1e10,
+        peak_flops_per_s={"fp32": 1e11, "bf16": 1e11, "fp16": 1e10},
+        gpus_per_node=64,
+        link="shared-memory",
+        link_bytes_per_s=1e9,
+        network_bytes_per_s=1e9,
+        all_reduce_latency_s=1e-4,
+        launch_overhead_s=1e-5,
+    ),
+)
+
+
+def measure() -> dict[str, float | int]:
+    """All figures by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        spec = CampaignSpec.model_validate(
+            {
+                "name": "wide",
+                "models": ["mlp", "gpt2_mini", "resnet50", "vit_tiny", "bert_mini"],
+                "precisions": ["fp32", "amp_bf16", "bf16", "amp_fp16"],
+                "gpus": list(range(1, 11)),
+                "batch_sizes": list(range(1, 51)),
+                "data": folder,
+            }
+        )
+        read = time.perf_counter()
+        plan = plan_campaign(spec, probe=lambda wanted: MACHINE)
+        planned = time.perf_counter()
+        order_cells([cell.cell for cell in plan.cells])
+        ordered = time.perf_counter()
+    return {
+        "cells": len(plan.cells),
+        "read_s": round(read - started, 3),
+        "plan_s": round(planned - read, 3),
+        "of_it_order_s": round(ordered - planned, 3),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=1))

@@ -1,0 +1,83 @@
+"""The same cell by a bare torchrun script and by a campaign's engine, in turns (A-B-A-B): the ratio and its interval.
+
+Run on an idle machine: python tests/benchmarks/compare_torchrun.py [ROUNDS] [MODEL] [BATCH]
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from distributed import Client, LocalCluster
+
+from precision_time.storage.schema import Environment, GridCell
+from precision_time.tasks.job import MeasurementLimits
+from precision_time.tasks.profile import profile_cell
+from precision_time.tasks.record import read_fragments
+
+RANKS, STEPS = 2, 40
+#: Two-sided 90 % points of Student's t by degrees of freedom.
+T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83}
+
+
+def time_bare(model: str, batch_size: int) -> float:
+    """Median seconds of a step by torchrun."""
+    threads = str(max(1, (os.cpu_count() or 1) // RANKS))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
+               str(Path(__file__).with_name("bare_ddp.py")), model, str(batch_size), str(STEPS)]  # fmt: skip
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "MKL_NUM_THREADS": threads} | os.environ | {"OMP_NUM_THREADS": threads}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return statistics.median(json.loads(done.stdout.splitlines()[-1]))
+
+
+def time_cell(model: str, batch_size: int, *, client: Client, scratch: Path) -> float:
+    """Median over the steps of the slowest rank's seconds, by the engine."""
+    receipt = profile_cell(
+        GridCell(model=model, precision="fp32", world_size=RANKS, per_gpu_batch_size=batch_size),
+        attempt=1,
+        environment=Environment(
+            device_type="cpu", gpu="cpu-here", cpu_model="here", cpu_cores=os.cpu_count() or 1, backend="gloo"
+        ),
+        limits=MeasurementLimits(warmup_steps=10, measured_steps=STEPS, seconds_per_cell=120.0),
+        client=client,
+        scratch=scratch,
+    )
+    if receipt.status != "recorded":
+        raise RuntimeError(f"{receipt.cause}: {receipt.message}")
+    steps: dict[int, float] = {}
+    for row in read_fragments(receipt):
+        if not row.is_warmup:
+            steps[row.step] = max(steps.get(row.step, 0.0), row.iteration_time_s)
+    return statistics.median(steps.values())
+
+
+def main(rounds: int, model: str, batch_size: int) -> None:
+    """Print both medians of each round, then the ratio of engine to bare with its 90 % interval."""
+    logs = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        LocalCluster(n_workers=RANKS, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        for number in range(rounds):
+            pair = [time_bare(model, batch_size), time_cell(model, batch_size, client=client, scratch=Path(scratch))]
+            logs.append(math.log(pair[1] / pair[0]))
+            print(f"round {number}: torchrun {1e3 * pair[0]:.1f} ms, engine {1e3 * pair[1]:.1f} ms", flush=True)
+    mean = statistics.fmean(logs)
+    half = T90[min(rounds - 1, max(T90))] * statistics.stdev(logs) / math.sqrt(rounds)
+    print(
+        f"engine / torchrun {math.exp(mean):.3f} ({math.exp(mean - half):.3f} to {math.exp(mean + half):.3f} at 90 %)"
+    )
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    main(
+        int(given[0]) if given else 6,
+        given[1] if len(given) > 1 else "vit_tiny",
+        int(given[2]) if len(given) > 2 else 16,
+    )

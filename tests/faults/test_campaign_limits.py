@@ -1,0 +1,208 @@
+"""Campaigns that are stopped twice, cancelled, or lose Prefect's server: the data stays whole and no rank is left."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.faults.test_campaign_faults import MARK, WAIT_S, Campaign, assert_whole
+
+pytestmark = pytest.mark.faults
+
+#: A rank that would take an hour, beside good ones.
+SLOW_MODEL = "import time\n\n\ndef make():\n    time.sleep(3600)\n"
+
+
+@pytest.fixture(scope="module")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture
+def campaign(tmp_path: Path, prefect_home: Path) -> Iterator[Campaign]:
+    campaign = Campaign(tmp_path, prefect_home)
+    yield campaign
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == campaign.mark:
+                process.kill()
+
+
+class PrefectServer:
+    """``prefect server start`` on a port of its own, with a database that outlives it."""
+
+    def __init__(self, home: Path) -> None:
+        self.environment = os.environ | {
+            "PREFECT_HOME": str(home),
+            "DO_NOT_TRACK": "1",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        }
+        self.environment.pop("PREFECT_API_URL", None)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/api"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        import httpx
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)],
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            assert self.process.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server did not answer in time"
+            time.sleep(0.3)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[PrefectServer]:
+    server = PrefectServer(tmp_path / "server")
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_a_second_ctrl_c_stops_the_cell_under_way_and_blames_it_for_nothing(campaign: Campaign) -> None:
+    (campaign.folder / "slow.py").write_text(SLOW_MODEL, encoding="utf-8")
+    campaign.write(models="[slow:make]", gpus="[1]")
+    process = campaign.start()
+    campaign.wait_for_rank()
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(3)
+    assert process.poll() is None, "one Ctrl-C lets the cell under way finish"
+    assert any("precision_time.tasks.ranks" in " ".join(command) for command in campaign.living())
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err, err
+    campaign.assert_nothing_is_left()
+    dataset = TimingsDataset(str(campaign.data))
+    assert dataset.check() == []
+    assert (dataset.outcomes(), dataset.recorded_cells()) == ([], set())
+
+
+def test_a_prefect_server_that_is_stopped_and_started_again_costs_no_cell(
+    campaign: Campaign, server: PrefectServer
+) -> None:
+    campaign.write()
+    campaign.environment["PREFECT_API_URL"] = server.url
+    process = campaign.start()
+    campaign.wait_for_cells(process, 1)
+    server.stop()
+    campaign.wait_for_cells(process, 2)
+    server.start()
+    _, err = process.communicate(timeout=3 * WAIT_S)
+    assert process.returncode == 0, err
+    assert_whole(campaign.data, cells=4)
+    campaign.assert_nothing_is_left()
+
+
+def test_a_prefect_server_that_never_comes_back_costs_only_its_pages(campaign: Campaign, server: PrefectServer) -> None:
+    campaign.write(gpus="[1]")
+    campaign.environment |= {"PREFECT_API_URL": server.url, "PREFECT_CLIENT_MAX_RETRIES": "1"}
+    process = campaign.start()
+    campaign.wait_for_cells(process, 1)
+    server.stop()
+    _, err = process.communicate(timeout=3 * WAIT_S)
+    assert process.returncode == 0, err
+    assert "Prefect does not know how the run ended" in err
+    assert_whole(campaign.data, cells=2)
+    campaign.assert_nothing_is_left()
+
+
+def test_a_run_cancelled_on_its_page_ends_its_ranks_and_is_shown_as_cancelled(
+    campaign: Campaign, server: PrefectServer
+) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.states import Cancelling
+
+    (campaign.folder / "slow.py").write_text(SLOW_MODEL, encoding="utf-8")
+    campaign.environment["PREFECT_API_URL"] = server.url
+    prefect = [sys.executable, "-m", "prefect"]
+    subprocess.run(
+        [*prefect, "work-pool", "create", "--type", "process", "campaigns"],
+        env=campaign.environment, check=True, capture_output=True,
+    )  # fmt: skip
+    worker = subprocess.Popen(
+        [*prefect, "worker", "start", "--pool", "campaigns"],
+        env=campaign.environment | {"PREFECT_WORKER_QUERY_SECONDS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    spec = {
+        "name": "cancelled", "models": ["slow:make"], "precisions": ["fp32"], "gpus": [1], "batch_sizes": [4],
+        "device": "cpu", "data": str(campaign.data),
+    }  # fmt: skip
+    with temporary_settings({PREFECT_API_URL: server.url}), get_client(sync_client=True) as client:
+        deployment = client.create_deployment(
+            flow_id=client.create_flow_from_name("profiling-campaign"),
+            name="trial",
+            work_pool_name="campaigns",
+            entrypoint="precision_time.flows.campaign:profiling_campaign",
+            path=str(campaign.folder),
+            enforce_parameter_schema=False,
+        )
+        run = client.create_flow_run_from_deployment(deployment, parameters={"spec": spec})
+        campaign.wait_for_rank()
+        client.set_flow_run_state(run.id, Cancelling())
+        deadline = time.monotonic() + WAIT_S
+        while any("precision_time.tasks.ranks" in " ".join(command) for command in campaign.living()):
+            assert time.monotonic() < deadline, "the rank is still there"
+            time.sleep(0.1)
+        while not (state := client.read_flow_run(run.id).state) or not state.is_final():
+            assert time.monotonic() < deadline, "the run did not end"
+            time.sleep(0.5)
+        assert state.is_cancelled(), state
+    worker.send_signal(signal.SIGINT)
+    worker.wait(timeout=WAIT_S)
+    campaign.assert_nothing_is_left()
+    assert TimingsDataset(str(campaign.data)).outcomes() == []
+
+
+def test_ten_thousand_cells_are_planned_in_little_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "bench_plan.py")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    figures = json.loads(done.stdout)
+    assert figures["cells"] == 10_000
+    assert figures["peak_memory_bytes"] < 500e6
+
+
+def test_a_prefect_server_that_is_absent_from_the_start_is_named_and_nothing_hangs(campaign: Campaign) -> None:
+    campaign.write()
+    campaign.environment["PREFECT_API_URL"] = "http://127.0.0.1:9/api"
+    process = campaign.start()
+    out, err = process.communicate(timeout=2 * WAIT_S)
+    assert (process.returncode, out) == (2, "")
+    assert "the Prefect API does not answer" in json.loads(err.splitlines()[-1])["what"]
+    campaign.assert_nothing_is_left()

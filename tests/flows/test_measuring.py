@@ -1,0 +1,240 @@
+"""The loop of a campaign: limits, retries, cells side by side, and what an interrupt stops when."""
+
+import io
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precision_time.flows.budget import Budget
+from precision_time.flows.interrupts import Interrupts, catch_interrupts
+from precision_time.flows.measuring import CellStoppedError, MeasuredCells, measure_missing
+from precision_time.flows.plan import CampaignPlan, PlannedCell
+from precision_time.flows.progress import CampaignProgress
+from precision_time.flows.spec import CampaignSpec
+from precision_time.flows.summary import markdown_report, summarise
+from precision_time.storage.errors import StorageFullError
+from precision_time.storage.schema import CellOutcome
+from precision_time.tasks.probe import ProbeReport
+
+MakePlan = Callable[..., CampaignPlan]
+
+
+@pytest.fixture
+def make_plan(tmp_path: Path, device: ProbeReport) -> MakePlan:
+    """A plan of eight cells, which run in the order of the grid; further keys of the campaign can be given."""
+
+    def make(**changes: object) -> CampaignPlan:
+        values = {
+            "name": "trial", "models": ["mlp", "gpt2_mini"], "precisions": ["fp32", "amp_bf16"], "gpus": [1, 2],
+            "batch_sizes": [8], "data": str(tmp_path / "data"),
+        }  # fmt: skip
+        spec = CampaignSpec.model_validate(values | changes)
+        cells = tuple(
+            PlannedCell(cell=cell, cell_id=cell.cell_id(device.environment), is_recorded=False, estimated_s=10.0)
+            for cell in spec.cells()
+        )
+        return CampaignPlan(spec=spec, device=device, cells=cells)
+
+    return make
+
+
+def make_outcome(planned: PlannedCell, *, cause: str = "") -> CellOutcome:
+    cell = planned.cell
+    status = {"": "recorded", "precision-unsupported": "refused"}.get(cause, "failed")
+    return CellOutcome(
+        cell_id=planned.cell_id, attempt=1, status=status, cause=cause, model=cell.model, precision=cell.precision,
+        world_size=cell.world_size, nodes=1, per_gpu_batch_size=8, gradient_accumulation_steps=1, strategy="ddp",
+        gpu="cpu-test-2c", host="here", started_at=0.0, duration_s=1.0,
+    )  # fmt: skip
+
+
+def run(plan: CampaignPlan, measure: Callable[[PlannedCell], CellOutcome], **options: Any) -> MeasuredCells:
+    with CampaignProgress(plan, stream=io.StringIO()) as progress:
+        return measure_missing(plan, measure=measure, progress=progress, budget=Budget.of(plan.spec), **options)
+
+
+def test_max_cells_ends_a_run_that_says_so_and_what_is_left(make_plan: MakePlan) -> None:
+    plan = make_plan(max_cells=3)
+    measured = run(plan, make_outcome)
+    assert list(measured.outcomes) == [planned.cell_id for planned in plan.cells[:3]]
+    result = summarise(plan, measured.outcomes, rows={}, duration_s=1.0, ended_by=measured.ended_by)
+    assert (result.status, result.ended_by, result.cells_left) == ("partial", "max_cells 3", 5)
+    assert "ended by max\\_cells 3; 5 cells were not tried" in markdown_report(result, [])
+
+
+def test_a_limit_that_leaves_nothing_out_is_not_blamed(make_plan: MakePlan) -> None:
+    measured = run(make_plan(max_cells=8, max_failures=1, max_hours=1), make_outcome)
+    assert (len(measured.outcomes), measured.ended_by) == (8, "")
+
+
+def test_cells_within_max_cells_keep_their_attempts(make_plan: MakePlan) -> None:
+    asked: list[str] = []
+
+    def fail(planned: PlannedCell) -> CellOutcome:
+        asked.append(planned.cell_id)
+        return make_outcome(planned, cause="signal 9")
+
+    plan = make_plan(max_cells=1, max_attempts=3)
+    assert run(plan, fail).ended_by == "max_cells 1"
+    assert asked == [plan.cells[0].cell_id] * 3
+
+
+def test_max_failures_counts_cells_that_failed_and_not_what_is_refused(make_plan: MakePlan) -> None:
+    plan = make_plan(max_failures=2, max_attempts=1)
+    causes = iter(["precision-unsupported", "signal 9", "", "timed out"])
+    measured = run(plan, lambda planned: make_outcome(planned, cause=next(causes)))
+    assert (len(measured.outcomes), measured.ended_by) == (4, "max_failures 2")
+
+
+def test_max_hours_lets_the_cell_under_way_finish(make_plan: MakePlan) -> None:
+    def measure(planned: PlannedCell) -> CellOutcome:
+        time.sleep(0.4)
+        return make_outcome(planned)
+
+    plan = make_plan(max_hours=0.3 / 3600)
+    measured = run(plan, measure)
+    assert measured.ended_by == f"max_hours {plan.spec.max_hours:g}"
+    assert len(measured.outcomes) <= 1
+
+
+def test_hours_and_failures_are_compared_with_their_limits() -> None:
+    budget = Budget(max_hours=0.5, max_failures=2)
+    assert budget.forbid_any(elapsed_s=1799.0, failures=1) == ""
+    assert budget.forbid_any(elapsed_s=1800.0, failures=1) == "max_hours 0.5"
+    assert budget.forbid_any(elapsed_s=0.0, failures=2) == "max_failures 2"
+    assert Budget().forbid_any(elapsed_s=1e9, failures=10**6) == Budget().forbid_new(cells=10**6) == ""
+
+
+def test_as_many_cells_as_allowed_run_side_by_side_and_no_more_are_handed_over(make_plan: MakePlan) -> None:
+    together = threading.Barrier(3, timeout=30)
+    under_way, most = [0], [0]
+    lock = threading.Lock()
+    cells = 6
+
+    def measure(planned: PlannedCell) -> CellOutcome:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        together.wait()
+        with lock:
+            under_way[0] -= 1
+        return make_outcome(planned)
+
+    measured = run(make_plan(max_cells=cells), measure, at_once=3)
+    assert (len(measured.outcomes), most[0]) == (cells, 3)
+
+
+def test_an_error_that_concerns_all_cells_lets_neighbours_finish_and_is_raised(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    started, failed = threading.Event(), threading.Event()
+    finished: list[str] = []
+
+    def measure(planned: PlannedCell) -> CellOutcome:
+        if planned is plan.cells[0]:
+            assert started.wait(30)
+            failed.set()
+            raise StorageFullError("no room")
+        started.set()
+        assert failed.wait(30)
+        finished.append(planned.cell_id)
+        return make_outcome(planned)
+
+    with pytest.raises(StorageFullError):
+        run(plan, measure, at_once=2)
+    assert finished == [plan.cells[1].cell_id]
+
+
+def test_one_interrupt_ends_the_campaign_after_the_cell_under_way(make_plan: MakePlan) -> None:
+    interrupts = Interrupts()
+
+    def measure(planned: PlannedCell) -> CellOutcome:
+        interrupts(signal.SIGINT, None)
+        return make_outcome(planned)
+
+    measured = run(make_plan(), measure, interrupts=interrupts)
+    assert (len(measured.outcomes), measured.ended_by) == (1, "interrupted")
+
+
+def test_what_is_raised_in_the_loop_stops_the_cells_and_runs_their_clean_up(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    cleaned: list[str] = []
+    under_way = threading.Barrier(3, timeout=30)
+
+    def measure(planned: PlannedCell) -> CellOutcome:
+        try:
+            under_way.wait()
+            while True:
+                time.sleep(0.01)
+        except CellStoppedError:
+            cleaned.append(planned.cell_id)
+            raise
+
+    def cancel() -> None:
+        under_way.wait()
+        signal.raise_signal(signal.SIGINT)
+        while not interrupts.requested:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    with catch_interrupts() as interrupts:
+        threading.Thread(target=cancel).start()
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, measure, at_once=2, interrupts=interrupts)
+    assert sorted(cleaned) == sorted(planned.cell_id for planned in plan.cells[:2])
+
+
+def test_ctrl_c_means_what_it_meant_after_the_block() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with catch_interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_cell_whose_task_never_ran_it_is_measured_all_the_same(make_plan: MakePlan) -> None:
+    def break_down(planned: PlannedCell, run: Callable[[], CellOutcome]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_exception(ConnectionError("the API of the pages is away"))
+        return future
+
+    assert len(run(make_plan(), make_outcome, submit=break_down).outcomes) == 8
+
+
+def test_batches_are_chosen_by_what_came_of_those_before(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    seen: list[int] = []
+
+    def choose(outcomes: Any) -> list[PlannedCell]:
+        seen.append(len(outcomes))
+        return list(plan.cells[len(outcomes) : len(outcomes) + 2]) if len(outcomes) < 6 else []
+
+    measured = run(plan, make_outcome, choose=choose, at_once=2)
+    assert len(measured.outcomes) == 6
+    assert sorted(set(seen)) == [0, 2, 4, 6]
+
+
+def test_a_cell_that_was_refused_here_before_is_not_tried_again(
+    tmp_path: Path, probe: Callable[[str], ProbeReport]
+) -> None:
+    from precision_time.flows.plan import plan_campaign
+    from precision_time.storage.timings import TimingsDataset
+
+    values = {"name": "a", "models": ["mlp"], "precisions": ["fp32"], "gpus": [1, 2], "batch_sizes": [8]}
+    spec = CampaignSpec.model_validate(values | {"data": str(tmp_path / "data")})
+    first, other = plan_campaign(spec, probe=probe).cells
+    dataset = TimingsDataset(spec.data)
+    dataset.record_outcome(make_outcome(first, cause="precision-unsupported"))
+    dataset.record_outcome(make_outcome(other, cause="signal 9"))
+    plan = plan_campaign(spec, probe=probe)
+    assert plan.missing == [plan.cells[1]]
+    assert [planned.state for planned in plan.cells] == ["refused", "missing"]
+    result = summarise(plan, {}, rows={}, duration_s=1.0)
+    assert [(cell.status, cell.cause) for cell in result.failed] == [("refused", "precision-unsupported")]

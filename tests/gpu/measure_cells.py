@@ -1,0 +1,128 @@
+"""Time real cells of four models on one GPU, write their rows to one Parquet file and a page of results beside it.
+
+Run by check.sh: python tests/gpu/measure_cells.py OUT [SECONDS]. Needs torch, pandas and pyarrow, and no Dask.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from precision_time.storage.schema import CellOutcome, GridCell
+from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.probe import ProbeReport, probe_device
+from precision_time.tasks.rank_process import run_rank
+from precision_time.tasks.record import record_cell
+
+MODELS = {"resnet50": (32, 64, 128), "bert_base": (8, 16, 32), "gpt2": (2, 4, 8), "vit_b16": (16, 32, 64)}
+PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")
+LIMITS = MeasurementLimits(warmup_steps=5, measured_steps=15, seconds_per_cell=4.0, timeout_s=90.0)
+
+
+def list_cells() -> list[GridCell]:
+    """The middle batch of every model and precision first, so that a run cut short is of use."""
+    order = (1, 2, 0)
+    return [
+        GridCell(model=model, precision=precision, world_size=1, per_gpu_batch_size=batches[place])
+        for place, (model, batches), precision in itertools.product(order, MODELS.items(), PRECISIONS)
+    ]
+
+
+def measure_cell(cell: GridCell, *, report: ProbeReport, dataset: TimingsDataset, scratch: Path) -> CellOutcome:
+    """One rank in a process of its own, recorded as a campaign records it."""
+    environment = report.environment
+    folder = scratch / cell.cell_id(environment)
+    folder.mkdir()
+    job = RankJob(
+        cell=cell,
+        cell_id=cell.cell_id(environment),
+        attempt=1,
+        environment=environment,
+        limits=LIMITS,
+        scratch=str(folder),
+        devices=(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],),
+    )
+    (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
+    began, started_at = time.monotonic(), time.time()
+    ended = run_rank(job.to_json(), 0)
+    receipt = CellReceipt(
+        cell=cell,
+        cell_id=job.cell_id,
+        attempt=1,
+        environment=environment,
+        status="failed" if ended["cause"] else "recorded",
+        cause=ended["cause"],
+        message=ended["message"],
+        scratch=str(folder),
+        fragments=(ended["fragment"],),
+        started_at=started_at,
+        duration_s=time.monotonic() - began,
+        host=ended["host"],
+    )
+    return record_cell(dataset, receipt)
+
+
+def write_page(outcomes: list[CellOutcome], *, report: ProbeReport, dataset: TimingsDataset, took_s: float) -> str:
+    """The results as Markdown: a line a cell, medians of the measured iterations."""
+    rows = [row for row in dataset.read().to_pylist() if not row["is_warmup"]]
+    environment = report.environment
+    lines = [
+        f"# {environment.gpu}",
+        "",
+        f"torch {environment.framework_version}, CUDA {environment.cuda_version}, driver {environment.driver_version}; "
+        f"{sum(one.status == 'recorded' for one in outcomes)} of {len(outcomes)} cells in {took_s:.0f} s, one GPU, "
+        f"{LIMITS.measured_steps} measured iterations at most. Medians in milliseconds.",
+        "",
+        "| model | precision | batch | iteration | forward | backward | optimizer | samples/s | steady |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in sorted(outcomes, key=lambda one: (one.model, one.per_gpu_batch_size, PRECISIONS.index(one.precision))):
+        own = [row for row in rows if row["cell_id"] == one.cell_id]
+        told = f"| {one.model} | {one.precision} | {one.per_gpu_batch_size} | "
+        if not own:
+            lines.append(told + f"{one.cause} | | | | | |")
+            continue
+        names = ("iteration_time_s", "forward_time_s", "backward_time_s", "optimizer_time_s")
+        medians = [statistics.median(row[name] for row in own) for name in names]
+        times = " | ".join(f"{1e3 * seconds:.2f}" for seconds in medians)
+        steady = "yes" if own[0]["is_steady"] else "no"
+        lines.append(told + f"{times} | {one.per_gpu_batch_size / medians[0]:,.0f} | {steady} |")
+    return "\n".join([*lines, ""])
+
+
+def main(out: Path, *, seconds: float) -> int:
+    """Measure what fits into ``seconds``; 0 only when every cell was measured."""
+    began = time.monotonic()
+    report = probe_device("cuda")
+    print(f"{report.environment.gpu}, torch {report.environment.framework_version}", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    cells, outcomes = list_cells(), []
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = TimingsDataset(str(Path(scratch) / "data"))
+        for cell in cells:
+            if time.monotonic() - began > seconds:
+                print(f"{len(cells) - len(outcomes)} cells do not fit into {seconds:g} s")
+                break
+            outcome = measure_cell(cell, report=report, dataset=dataset, scratch=Path(scratch))
+            outcomes.append(outcome)
+            print(f"{cell.label}: {outcome.status} {outcome.cause} in {outcome.duration_s:.1f} s", flush=True)
+        pq.write_table(dataset.read(), out / "timings.parquet", compression="zstd")
+        page = write_page(outcomes, report=report, dataset=dataset, took_s=time.monotonic() - began)
+    (out / "results.md").write_text(page, encoding="utf-8")
+    print(page)
+    return 0 if len(outcomes) == len(cells) and all(one.status == "recorded" for one in outcomes) else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="folder for timings.parquet and results.md")
+    parser.add_argument("seconds", type=float, nargs="?", default=330.0)
+    chosen = parser.parse_args()
+    sys.exit(main(chosen.out, seconds=chosen.seconds))

@@ -1,0 +1,132 @@
+"""The communication hook and the buckets sent alone; one real pair of gloo ranks, the rest by stand-ins."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from precision_time.tasks import buckets
+from precision_time.tasks.buckets import FlightLog, log_bucket, send_alone
+from precision_time.tasks.clocks import HostClock
+
+CPU = torch.device("cpu")
+
+
+class Bucket:
+    def __init__(self, values):
+        self.values = values
+
+    def buffer(self):
+        return self.values
+
+
+class Work:
+    def __init__(self, values):
+        self.values = values
+
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_result([self.values])
+        return future
+
+    def wait(self):
+        return True
+
+
+def sum_of_two(values, op=None, *, async_op=False):
+    """An all-reduce of two ranks that hold the same."""
+    values.mul_(2)
+    return Work(values)
+
+
+@pytest.mark.parametrize(
+    ("wire", "sent_bytes"), [(None, 4 * 6), (torch.float16, 2 * 6), (torch.bfloat16, 2 * 6)], ids=str
+)
+def test_a_bucket_comes_back_as_the_mean_in_its_own_format_and_is_logged_as_it_was_sent(monkeypatch, wire, sent_bytes):
+    monkeypatch.setattr(buckets.dist, "all_reduce", sum_of_two)
+    log = FlightLog(HostClock(), 2, wire_dtype=wire)
+    gradients = torch.arange(6, dtype=torch.float32)
+    landed = log_bucket(log, Bucket(gradients.clone())).wait()
+    assert landed.dtype == torch.float32
+    assert torch.equal(landed, gradients)
+    (flight,) = log.take()
+    assert flight.bucket_bytes == sent_bytes
+    assert flight.end >= flight.start
+    assert log.sent_dtype == (wire or torch.float32)
+    assert log.take() == []
+
+
+def test_the_same_buckets_are_sent_alone(monkeypatch):
+    sent = []
+
+    def all_reduce(values, op=None, *, async_op=False):
+        if async_op:
+            sent.append(values.numel() * values.element_size())
+        return Work(values)
+
+    monkeypatch.setattr(buckets.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(buckets.dist, "barrier", lambda: None)
+    seconds = send_alone((64, 32), dtype=torch.float16, device=CPU, clock=HostClock())
+    assert seconds > 0
+    assert sent == [64, 32] * (buckets.ISOLATED_REPEATS + 1)
+
+
+def test_without_buckets_or_memory_there_is_no_such_time(monkeypatch):
+    monkeypatch.setattr(buckets.dist, "all_reduce", lambda values, op=None, async_op=False: None)
+    assert send_alone((), dtype=torch.float32, device=CPU, clock=HostClock()) is None
+    assert send_alone((2**60,), dtype=torch.float32, device=CPU, clock=HostClock()) is None
+
+
+PAIR = """
+import json, sys, torch
+import torch.distributed as dist
+from precision_time.predictor.precision import PRECISIONS
+from precision_time.tasks.job import MeasurementLimits
+from precision_time.tasks.loop import TimedLoop
+from precision_time.tasks.options import RunOptions
+from precision_time.tasks.policies import apply_precision
+from precision_time.tasks.ranks import use_loopback
+from precision_time.tasks.workloads import OPTIMIZERS, Workload
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+use_loopback()
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/meet", 2), rank=rank, world_size=2)
+found = []
+for compression in ("none", "bf16"):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    workload = Workload(
+        name="tiny", family="mlp", task_input="64", module=module,
+        make_batch=lambda samples, device: torch.ones(samples, 64),
+        compute_loss=lambda module, batch: module(batch).square().mean(),
+        make_optimizer=OPTIMIZERS["sgd_momentum"], optimizer_name="sgd_momentum",
+    )
+    result = TimedLoop(
+        workload, apply_precision(PRECISIONS["fp32"], module, device=torch.device("cpu")),
+        device=torch.device("cpu"), world_size=2, batch_size=2, accumulation_steps=1,
+        limits=MeasurementLimits(warmup_steps=3, measured_steps=3, seconds_per_cell=5.0),
+        options=RunOptions(compression=compression),
+    ).run()
+    last = result.synced[-1]
+    found.append([sum(last.buckets), last.communication_s, result.isolated_communication_s,
+                  all(step.buckets == last.buckets for step in result.synced)])
+open(f"{folder}/{rank}.json", "w").write(json.dumps(found))
+"""
+
+
+def test_two_ranks_send_half_as_much_when_gradients_are_compressed(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", PAIR, str(tmp_path), str(rank)], env=environment) for rank in range(2)
+    ]
+    assert [process.wait(120) for process in ranks] == [0, 0]
+    plain, compressed = json.loads((tmp_path / "0.json").read_text())
+    parameters = 64 * 64 + 64 + 64 * 8 + 8
+    assert (plain[0], compressed[0]) == (4 * parameters, 2 * parameters)
+    for _, in_flight_s, alone_s, same_buckets in (plain, compressed):
+        assert min(in_flight_s, alone_s) > 0
+        assert same_buckets

@@ -1,0 +1,286 @@
+"""Gang leases on a real scheduler whose workers are threads of this process: who gets which workers, and when."""
+
+import contextlib
+import ctypes
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from distributed import Client, Event, LocalCluster, SpecCluster, Worker
+from distributed.scheduler import Scheduler
+
+from precision_time.storage.errors import InputError, NoWorkersError
+from precision_time.tasks import gangs
+from precision_time.tasks.gangs import choose_workers, gang_state, lease_workers
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(
+        n_workers=4, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=None
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
+    with Client(cluster) as client:
+        yield client
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def assert_nothing_is_held(client: Client) -> None:
+    wait_until(lambda: not gang_state(client)["draining"])
+    assert not any(gang_state(client).values())
+
+
+class Waiter(threading.Thread):
+    """A thread that leases ``count`` workers, and holds them until ``let_go`` is set."""
+
+    def __init__(self, client: Client, count: int) -> None:
+        super().__init__(daemon=True)
+        self.client, self.count = client, count
+        self.held, self.let_go = threading.Event(), threading.Event()
+        self.workers: tuple[str, ...] = ()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with lease_workers(self.client, self.count) as lease:
+                self.workers = lease.workers
+                self.held.set()
+                self.let_go.wait(60)
+        except BaseException as error:
+            self.error = error
+
+    def queue(self) -> "Waiter":
+        """Start, and return when the request stands in the queue."""
+        before = len(gang_state(self.client)["queue"])
+        self.start()
+        wait_until(lambda: len(gang_state(self.client)["queue"]) == before + 1)
+        return self
+
+
+A, B = [f"tcp://10.0.0.1:{port}" for port in range(1, 4)], [f"tcp://10.0.0.2:{port}" for port in range(1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("count", "hosts", "chosen"),
+    [
+        (1, None, B[:1]),  # the host with the least to spare, so that a gang of three still finds room
+        (2, None, B),
+        (3, None, A),
+        (4, None, [*A, B[0]]),
+        (6, None, None),
+        (3, 1, A),
+        (4, 1, None),
+        (4, 2, [*B, *A[:2]]),
+        (3, 2, None),
+        (3, 3, None),
+    ],
+)
+def test_a_gang_stands_on_one_host_or_evenly_on_as_many_as_asked(
+    count: int, hosts: int | None, chosen: list[str] | None
+) -> None:
+    assert choose_workers(reversed(A + B), count, hosts=hosts) == chosen
+
+
+def test_a_worker_is_in_one_gang_at_a_time_and_free_after_it(client: Client) -> None:
+    with lease_workers(client, 3) as first:
+        second = Waiter(client, 2).queue()
+        assert len(set(first.workers)) == 3
+        assert not first.is_lost()
+        assert not second.held.is_set()
+    assert second.held.wait(30)
+    second.let_go.set()
+    second.join(30)
+    assert_nothing_is_held(client)
+
+
+def test_a_wide_gang_is_not_overtaken_by_a_narrow_one_that_would_fit(client: Client) -> None:
+    with lease_workers(client, 2):
+        wide = Waiter(client, 3).queue()
+        narrow = Waiter(client, 1).queue()
+        time.sleep(0.3)
+        assert not narrow.held.is_set()
+    assert wide.held.wait(30)
+    assert narrow.held.wait(30)
+    for waiter in (wide, narrow):
+        waiter.let_go.set()
+        waiter.join(30)
+
+
+def test_the_lease_and_the_request_of_a_client_that_is_gone_are_dropped(cluster: LocalCluster, client: Client) -> None:
+    other = Client(cluster)
+    holder = Waiter(other, 3)
+    holder.start()
+    assert holder.held.wait(30)
+    Waiter(other, 4).queue()
+    other.close()
+    with lease_workers(client, 4, timeout_s=30) as lease:
+        assert len(lease.workers) == 4
+    assert_nothing_is_held(client)
+
+
+def test_a_dead_worker_makes_the_lease_lost_and_keeps_its_peers_in_it(cluster: LocalCluster, client: Client) -> None:
+    with lease_workers(client, 4) as lease:
+        victim = cluster.workers[0]
+        address = victim.address
+        cluster.sync(victim.close)
+        wait_until(lease.is_lost)
+        assert lease.lost_workers() == [address]
+        with pytest.raises(NoWorkersError, match="did not become free"), lease_workers(client, 1, timeout_s=0.3):
+            pass
+    with lease_workers(client, 3) as lease:
+        assert address not in lease.workers
+        assert not lease.is_lost()
+    assert_nothing_is_held(client)
+
+
+def test_a_worker_on_which_something_still_runs_is_not_given_away(client: Client) -> None:
+    started, end = Event("started", client), Event("end", client)
+
+    def linger() -> None:
+        Event("started").set()
+        Event("end").wait(60)
+
+    with lease_workers(client, 1) as lease:
+        future = client.submit(linger, workers=list(lease.workers), pure=False)
+        assert started.wait(30)
+    with lease_workers(client, 3, timeout_s=30) as others:
+        assert gang_state(client)["draining"] == lease.workers
+        assert lease.workers[0] not in others.workers
+    with pytest.raises(NoWorkersError), lease_workers(client, 4, timeout_s=0.5):
+        pass
+    end.set()
+    future.result(timeout=30)
+    with lease_workers(client, 4, timeout_s=30):
+        pass
+
+
+def test_every_worker_is_swept_before_its_next_gang(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept = threading.Event()
+    with lease_workers(client, 4) as lease:
+        monkeypatch.setattr(gangs, "end_ranks", lambda: 0 if swept.is_set() else 1)
+        lease.mark_clean()
+    waiter = Waiter(client, 1).queue()
+    time.sleep(0.5)
+    assert not waiter.held.is_set()
+    swept.set()
+    assert waiter.held.wait(30)
+    waiter.let_go.set()
+    waiter.join(30)
+
+
+def test_a_gang_that_the_cluster_never_had_is_refused_after_the_grace(client: Client) -> None:
+    said = r"fewer workers than the cell has ranks.*4 workers.*expected: 5"
+    with pytest.raises(InputError, match=said), lease_workers(client, 5, grace_s=0.2):
+        pass
+    assert_nothing_is_held(client)
+
+
+def test_a_worker_that_comes_within_the_grace_makes_the_gang_possible(cluster: LocalCluster, client: Client) -> None:
+    waiter = Waiter(client, 5).queue()
+    time.sleep(0.3)
+    cluster.scale(5)
+    assert waiter.held.wait(30)
+    waiter.let_go.set()
+    waiter.join(30)
+
+
+def test_a_cluster_without_workers_says_so(cluster: LocalCluster, client: Client) -> None:
+    cluster.scale(0)
+    wait_until(lambda: not client.scheduler_info(n_workers=-1)["workers"])
+    with pytest.raises(NoWorkersError, match="no worker left") as caught, lease_workers(client, 1, grace_s=0.1):
+        pass
+    assert (caught.value.code, caught.value.exit_code) == ("E-NO-WORKERS", 1)
+
+
+def test_an_interrupt_in_the_queue_leaves_no_entry(client: Client) -> None:
+    with lease_workers(client, 4):
+        waiter = Waiter(client, 2).queue()
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(waiter.ident or 0), ctypes.py_object(KeyboardInterrupt)
+        )
+        waiter.join(30)
+        assert isinstance(waiter.error, KeyboardInterrupt)
+        assert gang_state(client)["queue"] == ()
+    assert_nothing_is_held(client)
+
+
+def test_a_request_that_its_own_release_overtook_is_not_granted(client: Client) -> None:
+    gang_state(client)
+    gangs._ask(client, "gang_release", lease="late", sweeps=1)
+    answer = gangs._ask(
+        client, "gang_acquire", lease="late", holder=client.id, count=1, hosts=None, grace_s=1.0, wait_s=0.1
+    )
+    assert answer == {"state": "refused"}
+    assert_nothing_is_held(client)
+
+
+def test_registering_again_keeps_the_leases(cluster: LocalCluster, client: Client) -> None:
+    with lease_workers(client, 4) as lease, Client(cluster) as other:
+        gangs.install_gangs(other)
+        assert list(gang_state(other)["leases"].values()) == [lease.workers]
+
+
+def test_threads_of_two_clients_share_the_workers_without_overlap(cluster: LocalCluster, client: Client) -> None:
+    held: list[set[str]] = []
+    lock, overlaps = threading.Lock(), []
+
+    def measure(one: Client, counts: list[int]) -> None:
+        for count in counts:
+            with lease_workers(one, count) as lease:
+                mine = set(lease.workers)
+                with lock:
+                    overlaps.extend(mine & other for other in held if mine & other)
+                    held.append(mine)
+                time.sleep(0.01)
+                with lock:
+                    held.remove(mine)
+                lease.mark_clean()
+                done.append(count)
+
+    done: list[int] = []
+    with Client(cluster) as other:
+        threads = [
+            threading.Thread(target=measure, args=(one, counts))
+            for one, counts in itertools.product((client, other), ([1, 2, 3, 4] * 3, [4, 3, 2, 1] * 3, [2] * 8))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert (len(done), overlaps, held) == (64, [], [])
+    assert_nothing_is_held(client)
+
+
+def test_hosts_are_asked_for_by_address() -> None:
+    options = [{"nthreads": 1, "host": host, "dashboard": False} for host in ("127.0.0.1", "127.0.0.1", "127.0.0.2")]
+    workers = {index: {"cls": Worker, "options": option} for index, option in enumerate(options)}
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False, "port": 0}}
+    with SpecCluster(scheduler=scheduler, workers=workers) as cluster, Client(cluster) as client:
+        client.wait_for_workers(3, timeout=30)
+        with lease_workers(client, 2, hosts=2) as lease:
+            assert sorted(address.rsplit(":", 1)[0] for address in lease.workers) == [
+                "tcp://127.0.0.1",
+                "tcp://127.0.0.2",
+            ]
+        with lease_workers(client, 2, hosts=1) as lease:
+            assert all(address.startswith("tcp://127.0.0.1:") for address in lease.workers)
+        with pytest.raises(InputError, match="on 1 hosts, evenly"), lease_workers(client, 3, hosts=1, grace_s=0.1):
+            pass
+
+
+@pytest.mark.parametrize(("count", "hosts"), [(0, None), (3, 2), (2, 0)])
+def test_what_is_no_gang_is_refused_at_once(count: int, hosts: int | None) -> None:
+    with pytest.raises(InputError, match="no such gang"), contextlib.ExitStack() as stack:
+        stack.enter_context(lease_workers(None, count, hosts=hosts))  # type: ignore[arg-type]
