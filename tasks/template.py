@@ -214,7 +214,7 @@ class _Server:
             report.sendall(b"refused CUDA was touched\n")
             os._exit(1)
         with report, report.makefile("rb") as stream:
-            # From here on the worker can kill this session.
+            # From here on the worker can end it as a whole.
             report.sendall(f"pid {os.getpid()}\n".encode())
             request = json.loads(stream.readline())
         _redirect(request["log"], (1, 2), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
