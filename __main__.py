@@ -8,7 +8,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -32,6 +32,7 @@ _COMMANDS = {
     "campaign": _Command("flows.commands", "campaign", "Time real training runs over a grid of cells."),
     "retrain": _Command("flows.commands", "retrain", "Fit, validate and publish a predictor."),
     "probe": _Command("flows.commands", "probe", "What this machine's device can do, measured in seconds."),
+    "glm": _Command("casgd.commands", "glm_app", "Logistic, linear and Poisson regression by CA-SGD, on any ranks."),
     "registry": _Command("storage.commands", "registry_app", "Published predictors: list, check, roll back."),
     "data": _Command("storage.commands", "data_app", "Recorded timings: what is there, is it sound."),
 }
@@ -118,7 +119,17 @@ def root(
     """How long a training job will take, at any precision and GPU count, before it starts, and why."""
 
 
-def _report(error: PrecisionTimeError, *, as_json: bool) -> int:
+@runtime_checkable
+class _Reportable(Protocol):
+    """An error as storage.errors has them; the solver, which imports nothing of ours, brings its own."""
+
+    code: str
+    exit_code: int
+
+    def to_dict(self) -> dict[str, str | None]: ...
+
+
+def _report(error: _Reportable, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(error.to_dict()), file=sys.stderr)
     else:
@@ -126,9 +137,9 @@ def _report(error: PrecisionTimeError, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def _explain(error: Exception) -> PrecisionTimeError:
+def _explain(error: Exception) -> _Reportable:
     """The error to show for one that a library raised."""
-    if isinstance(error, PrecisionTimeError):
+    if isinstance(error, _Reportable):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         extra = _EXTRAS.get(error.name.partition(".")[0])

@@ -177,11 +177,13 @@ def _submit_task(planned: PlannedCell, run: Callable[[], CellOutcome]) -> "Futur
     return wrapped
 
 
-def run_campaign(spec: CampaignSpec, *, console: Console | None = None) -> CampaignResult:
+def run_campaign(
+    spec: CampaignSpec, *, console: Console | None = None, report: Callable[[CampaignResult], None] | None = None
+) -> CampaignResult:
     """Run the flow here and return its result, whatever its status; what stops a whole campaign is raised.
 
-    With ``console`` the plan is printed before and the result after. Raises ``KeyboardInterrupt`` after a Ctrl-C, when
-    the cells under way were finished and everything was written.
+    With ``console`` the plan is printed before and the result after; ``report`` gets the result as well. Raises
+    ``KeyboardInterrupt`` after a Ctrl-C, when the cells under way were finished and everything was written.
     """
     plan = plan_campaign(spec) if console is not None else None
     if plan is not None and console is not None:
@@ -189,6 +191,8 @@ def run_campaign(spec: CampaignSpec, *, console: Console | None = None) -> Campa
     result = _run_flow(spec)
     if plan is not None and console is not None:
         print_result(plan, result, console=console)
+    if report is not None:
+        report(result)
     if result.ended_by == INTERRUPTED:
         raise KeyboardInterrupt
     return result
@@ -215,11 +219,14 @@ def _run_flow(spec: CampaignSpec) -> CampaignResult:
 def measure_cell(
     planned: PlannedCell, *, plan: CampaignPlan, dataset: TimingsDataset, client: Client, scratch: Path
 ) -> CellOutcome:
-    """One attempt at one cell, recorded whether it went well or not.
+    """One attempt at one cell, recorded whether it went well or not; none where another campaign has recorded it.
 
     Raises only what concerns every cell that follows: ``StorageError`` (a full disk), ``ClusterLostError`` and
     ``NoWorkersError``.
     """
+    earlier = _recorded_meanwhile(planned, dataset)
+    if earlier is not None:
+        return earlier
     attempt = dataset.next_attempt(planned.cell_id)
     started_at, started = time.time(), time.monotonic()
     try:
@@ -249,3 +256,14 @@ def measure_cell(
             host=platform.node(),
         )
         return record_cell(dataset, receipt)
+
+
+def _recorded_meanwhile(planned: PlannedCell, dataset: TimingsDataset) -> CellOutcome | None:
+    """What another campaign on the same data came to since the plan was made; it is not measured a second time."""
+    if planned.cell_id not in dataset.recorded_cells():
+        return None
+    outcomes = [seen for seen in dataset.outcomes(cells={planned.cell_id}) if seen.status == "recorded"]
+    if not outcomes:
+        return None
+    say(f"{planned.cell.label} was recorded by another campaign meanwhile")
+    return outcomes[-1]

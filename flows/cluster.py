@@ -264,19 +264,20 @@ def probe_cluster(
     """
     options = None if slurm is None else SlurmOptions.model_validate(slurm)
     with open_cluster(device, workers, cluster=cluster, slurm=options, wait_s=wait_s) as client:
-        report = probe_worker(client, device)
+        report = probe_worker(client, device, wait_s=wait_s)
         if report.environment.device_type == "cuda":
             _check_devices(client)
         return report
 
 
-def probe_worker(client: Client, device: str) -> ProbeReport:
+def probe_worker(client: Client, device: str, *, wait_s: float | None = None) -> ProbeReport:
     """What a worker of ``client`` runs on, measured there on a lease of its own: a shared cluster may be busy.
 
     ``device`` is as in ``probe_device``; ``device_count`` becomes the ranks that one host of the cluster takes.
-    Raises ``InputError`` when the device is not there.
+    ``wait_s`` limits the wait for a free worker. Raises ``InputError`` when the device is not there, and
+    ``NoWorkersError`` when no worker becomes free in time.
     """
-    with lease_workers(client, 1) as lease:
+    with lease_workers(client, 1, timeout_s=wait_s) as lease:
         probed = client.submit(
             probe_device, device, workers=list(lease.workers), allow_other_workers=False, pure=False, retries=0
         )

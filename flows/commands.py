@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from precision_time.flows.summary import CampaignResult
 
 __all__ = ["campaign", "probe", "retrain"]
 
@@ -66,27 +69,36 @@ def campaign(
         return
     if plan.cells_to_measure:
         say("starting; Ctrl-C ends it after the cell under way, and running it again goes on from there")
+
+    def show(result: "CampaignResult") -> None:
+        if as_json:
+            typer.echo(result.model_dump_json(indent=2))
+        else:
+            print_result(plan, result, console=open_console())
+
     try:
         with prefect_api():
             from precision_time.flows.campaign import run_campaign
 
-            result = run_campaign(spec)
+            result = run_campaign(spec, report=show)
     except KeyboardInterrupt:
         say("interrupted; recorded cells are kept, and running it again measures the others")
         raise
-    if as_json:
-        typer.echo(result.model_dump_json(indent=2))
-    else:
-        print_result(plan, result, console=open_console())
     if result.status != "complete":
+        from precision_time.tasks.refusals import REFUSAL_CAUSES
+
         causes = [f"{cell.label}: {cell.cause}" for cell in result.failed[:10]]
+        refused = [cell for cell in result.failed if cell.cause in REFUSAL_CAUSES]
+        advice = ["see the causes"] if causes else ["run the campaign again"]
+        if len(refused) < len(result.failed):
+            advice.append("running the campaign again tries the failed cells again")
+        if refused:
+            advice.append(f"the {len(refused)} that were refused are not tried again: exclude them")
         raise PartialError(
             f"campaign {result.name}: {result.cells_planned - result.cells_recorded} of {result.cells_planned} cells "
             "have no timings",
             got="; ".join([*([result.end] if result.end else []), *causes]),
-            fix="see the causes; running the campaign again tries the failed cells again"
-            if causes
-            else "run the campaign again",
+            fix="; ".join(advice),
         )
 
 

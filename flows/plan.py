@@ -154,7 +154,7 @@ def plan_campaign(spec: CampaignSpec, *, probe: Callable[[str], ProbeReport] | N
     dataset = TimingsDataset(spec.data)
     dataset.check_writable(required_bytes=_required_bytes(spec, cells))
     device = probe(spec.device) if probe else _probe_once(spec.cluster, spec.device, _describe_cluster(spec))
-    _check_device(cells, device)
+    _check_device(cells, device, cluster=spec.cluster)
     for model in sorted({cell.model for cell in cells if ":" in cell.model}):
         _check_factory(model)
     recorded = dataset.recorded_cells()
@@ -189,8 +189,16 @@ def _required_bytes(spec: CampaignSpec, cells: Iterable[GridCell]) -> int:
     return sum(CELL_BYTES + ROW_BYTES * steps * cell.world_size for cell in cells)
 
 
-def _check_device(cells: list[GridCell], device: ProbeReport) -> None:
+def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -> None:
     gpu = device.environment.gpu
+    spread = sorted({cell.world_size for cell in cells if cell.nodes > 1})
+    if spread and is_local(cluster):
+        raise InputError(
+            "gpus_per_node spreads ranks over hosts, and the cluster is this one",
+            got=f"gpus: {', '.join(str(ranks) for ranks in spread)}; cluster: {cluster}",
+            expected="a cluster of several hosts",
+            fix="name one (cluster: tcp://host:port), or leave gpus_per_node out",
+        )
     too_wide = sorted({cell.world_size for cell in cells if cell.world_size // cell.nodes > device.device_count})
     if too_wide:
         kind = "GPUs" if device.environment.device_type == "cuda" else "CPU cores (or workers)"

@@ -139,6 +139,7 @@ class CampaignSpec(BaseModel):
         title="Hours at most",
         description="Hours of one run after which no cell is started; what is under way is finished.",
         gt=0,
+        strict=True,
         le=10_000,
     )
     max_cells: int | None = Field(
@@ -170,6 +171,7 @@ class CampaignSpec(BaseModel):
     accept_changes: bool = Field(
         False,
         title="Accept changes",
+        strict=True,
         description="Go on although the campaign's recorded cells were measured with other settings.",
     )
     gpus_per_node: Gpus | None = Field(

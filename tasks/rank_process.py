@@ -15,12 +15,14 @@ from typing import TypedDict
 
 from precision_time.tasks.job import RankJob
 from precision_time.tasks.ranks import PARENT_VARIABLE, failure_path, fragment_path
+from precision_time.tasks.refusals import REFUSAL_CAUSES
 from precision_time.tasks.template import kill_family
 from precision_time.tasks.warm_starts import ForkedRank, RankRequest, TemplateLost, Templates
 
 __all__ = ["RankReport", "end_ranks", "run_rank", "visible_devices"]
 
 LOG_LINES = 8
+_SELF_EXPLAINED = REFUSAL_CAUSES | {"nan loss", "environment changed"}
 #: After a rank was killed, how long its end may take to be reported.
 ENDING_S = 10.0
 
@@ -88,7 +90,8 @@ def run_rank(job_json: str, rank: int) -> RankReport:
         if returncode != 0:
             cause, message, peer_lost = _read_failure(failure_path(scratch, rank), returncode=returncode)
             message = f"rank {rank}: {message}"
-    if cause:
+    # What the rank says itself is enough where the cause is ours; of anything else its log tells more.
+    if cause and cause not in _SELF_EXPLAINED:
         message = "\n".join([message, *_last_lines(log_path)])
     return RankReport(
         rank=rank,

@@ -3,8 +3,10 @@
 import itertools
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from precision_time.storage.errors import IntegrityError
 from precision_time.storage.schema import OPTIONS, CellOutcome, Environment, IterationTiming
@@ -58,7 +60,7 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
     if receipt.status == "recorded":
         try:
             rows = mark_regimes(read_fragments(receipt))
-            verdict = judge_rows(rows)
+            verdict = judge_rows(rows) or _judge_card(dataset, receipt.workload)
             if verdict is None:
                 dataset.record(rows)
         except IntegrityError as error:
@@ -73,6 +75,25 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
     if outcome.status == "recorded" and receipt.scratch:
         shutil.rmtree(receipt.scratch, ignore_errors=True)
     return outcome
+
+
+def _judge_card(dataset: TimingsDataset, card: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    """(cause, message) when a model of the user's own is another network than the one recorded under its name."""
+    if card is None:
+        return None
+    for earlier in dataset.read_cards("workloads"):
+        if earlier.get("name") == card["name"]:
+            changed = [
+                f"{key} {earlier[key]} -> {card.get(key)}"
+                for key in ("task_input", "params")
+                if key in earlier and earlier[key] != card.get(key)
+            ]
+            if changed:
+                return "model changed", (
+                    f"{card['name']} is not the network that was recorded under this name: {', '.join(changed)}; "
+                    "give it another name, or measure into another data folder"
+                )
+    return None
 
 
 def read_fragments(receipt: CellReceipt) -> list[IterationTiming]:

@@ -39,7 +39,12 @@ def without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer_with(result: CampaignResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign_flow, "run_campaign", lambda spec: result.model_copy(update={"data": spec.data}))
+    def run_campaign(spec: CampaignSpec, *, report: Callable[[CampaignResult], None]) -> CampaignResult:
+        found = result.model_copy(update={"data": spec.data})
+        report(found)
+        return found
+
+    monkeypatch.setattr(campaign_flow, "run_campaign", run_campaign)
 
 
 def make_result(*, recorded: int) -> CampaignResult:
@@ -137,9 +142,10 @@ def test_a_campaign_that_a_limit_ended_ends_with_five_and_says_what_is_left(
     asked: list[object] = []
     result = make_result(recorded=1).model_copy(update={"failed": (), "ended_by": "max_cells 1", "cells_left": 3})
 
-    def run_campaign(spec: CampaignSpec) -> CampaignResult:
+    def run_campaign(spec: CampaignSpec, *, report: Callable[[CampaignResult], None]) -> CampaignResult:
         asked.extend([spec.max_hours, spec.max_cells, spec.max_failures, spec.budget_cells, spec.accept_changes])
-        return result.model_copy(update={"data": spec.data})
+        report(result)
+        return result
 
     monkeypatch.setattr(campaign_flow, "run_campaign", run_campaign)
     limits = "--max-hours 2.5 --max-cells 1 --max-failures 7 --budget-cells 3 --accept-changes"

@@ -1,0 +1,126 @@
+"""The optimum of one batch from its Gram matrix, so that ranks that own columns need a single sum to find it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from precision_time.casgd.errors import InputError
+from precision_time.casgd.objectives import Objective
+
+__all__ = ["BatchFit", "fit_batch", "margin_fit"]
+
+# The least ridge, times K_ii / q. For the squared loss: so small that it leaves the optimum alone and the system
+# solvable. For the others, whose scale is known, a prior under which margins have a standard deviation of 10: it keeps
+# a batch that its columns separate from sending the weights to infinity.
+_SMALLEST_RIDGE, _PRIOR_RIDGE = 1e-7, 1e-2
+# The intercept enters as a column so large that the ridge does not reach it.
+_INTERCEPT_SCALE = 100.0
+_NEWTON_STEPS, _HALVINGS = 30, 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchFit:
+    """A model of q rows.
+
+    coefficients: a, (q,): the weights are X^T a. Empty when the weights were given.
+    margins: z, (q,).
+    second: phi''(z), (q,).
+    curvature: the same times the sample weights of mean 1, (q,).
+    loss: mean of phi(z) less that of the saturated model (half the deviance for Poisson), as it would be with many
+        more rows than columns.
+    """
+
+    coefficients: np.ndarray
+    margins: np.ndarray
+    second: np.ndarray
+    curvature: np.ndarray
+    loss: float
+
+
+def _mean_one(sample_weight: np.ndarray | None, count: int) -> np.ndarray:
+    if sample_weight is None or not sample_weight.any():
+        return np.ones(count)
+    return np.asarray(sample_weight / sample_weight.mean())
+
+
+def _saturated(objective: Objective, y: np.ndarray) -> np.ndarray:
+    """The least phi(z, y) over z."""
+    if objective.name != "poisson":
+        return np.zeros_like(y)
+    return np.asarray(y - y * np.log(np.where(y > 0, y, 1.0)))
+
+
+def _loss_above_saturated(z: np.ndarray, y: np.ndarray, objective: Objective, a: np.ndarray) -> float:
+    return float(np.mean(a * (objective.loss(z, y) - _saturated(objective, y))))
+
+
+def margin_fit(
+    margins: np.ndarray, targets: np.ndarray, *, objective: Objective, sample_weight: np.ndarray | None = None
+) -> BatchFit:
+    """The batch at margins (q,) of given weights; targets (q,)."""
+    a = _mean_one(sample_weight, len(margins))
+    second = objective.second(margins, targets)
+    return BatchFit(
+        coefficients=np.zeros(0),
+        margins=margins,
+        second=second,
+        curvature=a * second,
+        loss=_loss_above_saturated(margins, targets, objective, a),
+    )
+
+
+def fit_batch(
+    gram: np.ndarray,
+    targets: np.ndarray,
+    *,
+    objective: Objective,
+    l2: float = 0.0,
+    sample_weight: np.ndarray | None = None,
+    fit_intercept: bool = True,
+) -> BatchFit:
+    """argmin over a of mean phi(K a, y) + (l2/2) a^T K a by Newton's method, K = X X^T (q, q), targets (q,).
+
+    The optimum is w = X^T a. A Newton step solves (W K + l2 I) a = W z - phi'/q, W = phi''/q, which needs no inverse of
+    K. The loss found is raised for the rows that the fit has used up: by q/(q - p), unbiased for least squares, with p
+    the effective number of parameters; by its square (generalised cross-validation) where p is above q/2.
+
+    Raises:
+        InputError: shapes that do not fit.
+    """
+    q = len(targets)
+    if gram.shape != (q, q) or q == 0:
+        raise InputError("Gram matrix of a batch", got=gram.shape, expected=f"({q}, {q}), not empty")
+    a = _mean_one(sample_weight, q)
+    scale = float(np.mean(np.diag(gram))) or 1.0
+    ridge = max(l2, (_SMALLEST_RIDGE if objective.name == "squared" else _PRIOR_RIDGE) * scale / q)
+    kernel = gram + _INTERCEPT_SCALE * scale if fit_intercept else gram
+    z, alpha = np.zeros(q), np.zeros(q)
+    identity = np.eye(q)
+
+    def cost(z: np.ndarray, alpha: np.ndarray) -> float:
+        return float(np.mean(a * objective.loss(z, targets)) + ridge / 2 * (alpha @ z))
+
+    now = cost(z, alpha)
+    for _ in range(_NEWTON_STEPS):
+        curvature = a * objective.second(z, targets) / q
+        right = curvature * z - a * objective.derivative(z, targets) / q
+        direction = np.linalg.solve(curvature[:, None] * kernel + ridge * identity, right) - alpha
+        moved = kernel @ direction
+        step = 1.0
+        for _ in range(_HALVINGS):
+            then = cost(z + step * moved, alpha + step * direction)
+            if then <= now:
+                break
+            step /= 2
+        else:
+            break
+        z, alpha = z + step * moved, alpha + step * direction
+        before, now = now, then
+        if before - now <= 1e-6 * abs(now):
+            break
+    second = objective.second(z, targets)
+    # trace of the hat matrix: 1 - ridge [(W K + ridge I)^-1]_ii summed.
+    inverse = np.linalg.inv((a * second / q)[:, None] * kernel + ridge * identity)
+    left = min(max(ridge * float(np.trace(inverse)) / q, 1e-12), 1.0)
+    loss = max(_loss_above_saturated(z, targets, objective, a), 0.0) / (left if left >= 0.5 else left**2)
+    return BatchFit(coefficients=alpha, margins=z, second=second, curvature=a * second, loss=loss)

@@ -1,0 +1,384 @@
+"""What the three estimators share: parameters, checks, columns, and the way from fit to a result on every rank."""
+
+import copy
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import BaseEstimator, is_classifier
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from precision_time.casgd.comm import check_agreement, find_communicator
+from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.errors import InputError, NotConvergedWarning, PrecisionWarning
+from precision_time.casgd.objectives import Objective
+from precision_time.casgd.problem import PARTS, Options, Problem, Solution
+from precision_time.casgd.training import (
+    Start,
+    best_constant,
+    choose_precision,
+    choose_s,
+    expected_smoothness,
+    make_schedule,
+    null_deviance,
+    place_features,
+    sum_over_ranks,
+    train,
+)
+from precision_time.casgd.validation import (
+    agree,
+    check_dtype,
+    check_finite,
+    check_fits_format,
+    check_whole,
+    read_weights,
+    share_columns,
+)
+
+__all__ = ["ColumnEstimator"]
+
+_RATES = ("optimal", "invscaling", "constant")
+
+
+class ColumnEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
+    """What the three estimators share; PARAMETERS below are those of each.
+
+    Parameters
+    ----------
+    alpha : weight of the L2 penalty (alpha / 2) |w|^2; the intercept is not penalised.
+    fit_intercept : whether to learn one.
+    max_iter : the most epochs, passes over the rows.
+    tol : stop when for ``n_iter_no_change`` epochs the loss has not fallen by ``tol`` below the best, in units of
+        what there is to explain (half the variance of y, the entropy of the labels, half the null deviance of counts:
+        scikit-learn's is in units of the loss). None runs ``max_iter`` epochs.
+    n_iter_no_change : see ``tol``.
+    batch_size : rows of a step; all of them if there are fewer.
+    shuffle : a new order in each epoch, or the given order in all.
+    random_state : seed of the order; rank 0's counts.
+    learning_rate : 'optimal', eta0 / (1 + (t - 1) / T) with T the steps of ten epochs; 'invscaling',
+        eta0 / t^power_t; 'constant', eta0. t counts steps (batches) from 1.
+    eta0 : the first step. None takes the inverse of the expected smoothness of a batch, estimated from the data
+        (casgd.training.expected_smoothness; ``eta0_`` tells it): no other number is needed on standardised features.
+        Features that are not standardised make it small and training slow.
+    power_t : see ``learning_rate``.
+    warm_start : whether ``fit`` starts from the last result.
+    verbose : 1 prints a line after each run on rank 0.
+    s : steps between two communications; 1 is plain SGD. It changes the time, not the result (in exact arithmetic).
+        'auto' asks the planner, and is 1 on one process. An outer step ends with its epoch, so s above the number of
+        batches of an epoch does what that number does.
+    precision : 'auto' is the recipe (BF16 features, FP32 everything else), guarded: where rounding would cost more
+        than 0.5 % of loss, FP16, then FP32. Or a policy's name or a PrecisionPolicy, which is kept and warned about.
+    comm : the ranks: None, "mpi", an mpi4py communicator, or a Communicator of casgd.comm.
+    device : 'auto' computes where X is, 'cuda' moves X to the GPU, 'cpu' back.
+    column_block : False: every rank passes all of X and uses its share of the columns. True: each passes its own
+        columns only, in the order of the ranks, to ``fit`` and to every prediction.
+
+    Attributes
+    ----------
+    coef_, intercept_ : all columns, on every rank. n_iter_ : epochs done. loss_curve_ : loss per epoch as the steps
+    saw it, without the penalty (several classes: a list per class). precision_ : the PrecisionPolicy in use.
+    verdict_ : what the guard found (None for fp64 and fp32). plan_ : what the planner found (None where it was not
+    asked). s_, eta0_ : in use. t_ : steps done. timings_ : seconds of this rank by part. reductions_ : sums over
+    ranks that the solver asked for. columns_ : the columns that this rank owns.
+    """
+
+    _objective: Objective
+    coef_: np.ndarray
+    intercept_: Any  # a number, or an array for a classifier, as scikit-learn's linear models have it
+    loss_curve_: list[Any]
+    n_iter_: int
+    t_: int
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 1e-4,
+        fit_intercept: bool = True,
+        max_iter: int = 200,
+        tol: float | None = 1e-4,
+        n_iter_no_change: int = 10,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        random_state: Any = None,
+        learning_rate: str = "optimal",
+        eta0: float | None = None,
+        power_t: float = 0.5,
+        warm_start: bool = False,
+        verbose: int = 0,
+        s: int | str = "auto",
+        precision: Any = "auto",
+        comm: Any = None,
+        device: str = "auto",
+        column_block: bool = False,
+    ) -> None:
+        self.alpha = alpha
+        self.fit_intercept = fit_intercept
+        self.max_iter = max_iter
+        self.tol = tol
+        self.n_iter_no_change = n_iter_no_change
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.random_state = random_state
+        self.learning_rate = learning_rate
+        self.eta0 = eta0
+        self.power_t = power_t
+        self.warm_start = warm_start
+        self.verbose = verbose
+        self.s = s
+        self.precision = precision
+        self.comm = comm
+        self.device = device
+        self.column_block = column_block
+
+    def __sklearn_clone__(self) -> Self:
+        # A copy works with the same ranks; a communicator itself cannot be copied.
+        bare = copy.copy(self)
+        bare.comm = None
+        made: Self = super(ColumnEstimator, bare).__sklearn_clone__()
+        made.comm = self.comm
+        return made
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on X (m, n), dense or CSR, and y (m,); sample_weight (m,) multiplies each row's loss.
+
+        Raises InputError for what cannot be used, also when training diverged. Warns with
+        NotConvergedWarning when max_iter ended training before tol did.
+        """
+        return self._train(X, y, sample_weight, again=self.warm_start, epochs=None)
+
+    # What differs between a classifier and a regressor.
+
+    def _read_targets(self, y: np.ndarray, *, again: bool, partial: bool, classes: Any) -> list[np.ndarray]:
+        """One vector of targets for each model to train."""
+        raise NotImplementedError
+
+    def _train(
+        self, X: Any, y: Any, sample_weight: Any, *, again: bool, epochs: int | None, classes: Any = None
+    ) -> Self:
+        partial = epochs is not None
+        comm = find_communicator(self.comm)
+        known = again and hasattr(self, "coef_")
+        features, y, weights = agree(comm, lambda: self._read(X, y, sample_weight, reset=not known))
+        targets = agree(comm, lambda: self._read_targets(y, again=known, partial=partial, classes=classes))
+        seed = int(comm.gather(int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max)))[0])
+        self._check_ranks(comm, targets)
+        block = self._own_columns(features, comm)
+        features = agree(comm, lambda: place_features(block, device=self.device))
+        problems = [
+            Problem(
+                features=features,
+                targets=target,
+                objective=self._objective,
+                l2=float(self.alpha),
+                sample_weight=weights,
+                fit_intercept=bool(self.fit_intercept),
+            )
+            for target in targets
+        ]
+        options = self._make_options(problems, comm, known=known and partial, epochs=epochs, seed=seed)
+        if not (known and partial):
+            # A partial_fit is judged as the first of max_iter epochs.
+            whole = replace(options, epochs=int(self.max_iter))
+            self.precision_, warned, self.verdict_ = choose_precision(
+                problems, whole, precision=self.precision, own_steps=self.eta0 is None, comm=comm
+            )
+            for text in warned:
+                warnings.warn(text, PrecisionWarning, stacklevel=3)
+            agree(comm, lambda: check_fits_format(features, self.precision_))
+            options = replace(options, policy=self.precision_)
+            self.s_, self.plan_ = choose_s(problems[0], options, s=self.s, comm=comm)
+        options = replace(options, policy=self.precision_, s=self.s_)
+        solutions = [
+            train(problem, self._with_tol(options, problem), comm=comm, start=self._start(problem, k, known, partial))
+            for k, problem in enumerate(problems)
+        ]
+        self._keep(solutions, comm, partial=known and partial)
+        if self.verbose and comm.rank == 0:
+            loss = np.mean([one.loss_curve[-1] for one in solutions])
+            print(f"{type(self).__name__}: {self.n_iter_} epochs, loss {loss:.6g}, {self.precision_.name}, s={self.s_}")
+        if epochs is None and self.tol is not None and not all(one.converged for one in solutions):
+            warnings.warn(
+                f"training ended after max_iter={self.max_iter} epochs while the loss still fell by more than "
+                f"tol={self.tol:g}; raise max_iter or tol, or standardise the features",
+                NotConvergedWarning,
+                stacklevel=3,
+            )
+        return self
+
+    def _read(self, X: Any, y: Any, sample_weight: Any, *, reset: bool) -> tuple[Any, np.ndarray, np.ndarray | None]:
+        self._check_parameters()
+        check_dtype(y, name="y")
+        features, y = self._validate(X, y, with_targets=True, reset=reset)
+        weights = None
+        if sample_weight is not None:
+            weights = read_weights(sample_weight, rows=features.shape[0])
+        return features, y, weights
+
+    def _validate(self, X: Any, y: Any = None, *, with_targets: bool = False, reset: bool) -> Any:
+        """X, or X and y, checked before any rounding; float64 and float32 stay as they are."""
+        check_dtype(X, name="X")
+        if type(X).__module__.partition(".")[0] == "cupy":
+            return self._validate_on_gpu(X, y, with_targets=with_targets, reset=reset)
+        checks: dict[str, Any] = {
+            "accept_sparse": "csr",
+            "dtype": (np.float64, np.float32),
+            "ensure_all_finite": False,
+            "reset": reset,
+        }
+        if not with_targets:
+            features = validate_data(self, X, **checks)
+        else:
+            features, y = validate_data(self, X, y, y_numeric=not is_classifier(self), **checks)
+        check_finite(features, name="Input X")
+        return (features, y) if with_targets else features
+
+    def _validate_on_gpu(self, X: Any, y: Any, *, with_targets: bool, reset: bool) -> Any:
+        if X.ndim != 2 or X.dtype not in (np.float32, np.float64) or 0 in X.shape:
+            raise InputError("X on a GPU", got=f"{X.dtype} of shape {X.shape}", expected="float32 or float64 (m, n)")
+        if reset:
+            self.n_features_in_ = int(X.shape[1])
+        elif X.shape[1] != self.n_features_in_:
+            raise InputError("X has another number of columns", got=X.shape[1], expected=str(self.n_features_in_))
+        check_finite(X, name="Input X")
+        if not with_targets:
+            return X
+        y = np.asarray(y.get() if hasattr(y, "get") else y)
+        if y.shape != X.shape[:1]:
+            raise InputError("y does not fit X", got=f"shape {y.shape}", expected=str(X.shape[:1]))
+        if y.dtype.kind == "f":
+            check_finite(y, name="Input y")
+        return X, y
+
+    def _check_parameters(self) -> None:
+        for name in ("max_iter", "n_iter_no_change", "batch_size"):
+            check_whole(getattr(self, name), name=name, least=1)
+        if self.s != "auto":
+            check_whole(self.s, name="s", least=1)
+        if self.learning_rate not in _RATES:
+            raise InputError("unknown learning_rate", got=repr(self.learning_rate), expected=", ".join(_RATES))
+        for name, optional, least in (("alpha", False, 0.0), ("tol", True, -math.inf), ("eta0", True, 0.0)):
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            try:
+                fits = math.isfinite(value) and value >= least and (name != "eta0" or value > 0)
+            except TypeError:
+                fits = False
+            if not fits:
+                raise InputError(f"{name} is not usable", got=repr(value), expected="a finite number, not below 0")
+
+    def _check_ranks(self, comm: Communicator, targets: Sequence[np.ndarray]) -> None:
+        """Name the ranks called with other parameters or rows, before a sum whose length follows from them."""
+        if comm.size == 1:
+            return
+        told = {
+            name: repr(value)
+            for name, value in self.get_params(deep=False).items()
+            if name not in ("comm", "random_state", "verbose")
+        }
+        told |= {"rows": str(targets[0].size), "models": str(len(targets))}
+        if not self.column_block:
+            told["columns"] = str(self.n_features_in_)
+        check_agreement(comm, told)
+
+    def _own_columns(self, features: Any, comm: Communicator) -> Any:
+        if self.column_block:
+            edges = np.cumsum([0, *comm.gather(int(features.shape[1]))]).tolist()
+            shares = list(pairwise(edges))
+        else:
+            shares = share_columns(features, comm.size)
+        self._n_columns = shares[-1][1]
+        self.columns_ = shares[comm.rank]
+        if self.column_block or comm.size == 1:
+            return features
+        return features[:, self.columns_[0] : self.columns_[1]]
+
+    def _make_options(
+        self, problems: Sequence[Problem], comm: Communicator, *, known: bool, epochs: int | None, seed: int
+    ) -> Options:
+        rows = problems[0].rows
+        if not known:
+            if self.eta0 is None:
+                smoothness = expected_smoothness(problems[0], batch_size=self.batch_size, comm=comm)
+                self.eta0_ = 1 / smoothness if smoothness > 0 else 1.0
+            else:
+                self.eta0_ = float(self.eta0)
+            self._steps_per_epoch = -(-rows // int(self.batch_size))
+        return Options(
+            batch_size=int(self.batch_size),
+            epochs=int(self.max_iter) if epochs is None else epochs,
+            schedule=make_schedule(
+                self.learning_rate, eta0=self.eta0_, power_t=self.power_t, steps_per_epoch=self._steps_per_epoch
+            ),
+            order="shuffled" if self.shuffle else "cyclic",
+            seed=seed,
+            n_iter_no_change=int(self.n_iter_no_change),
+        )
+
+    def _with_tol(self, options: Options, problem: Problem) -> Options:
+        if self.tol is None or options.epochs == 1:
+            return options
+        deviance = null_deviance(self._objective, np.asarray(problem.targets), problem.sample_weight)
+        # The solver counts an epoch as stale when its loss is above best - tol: a loss of zero needs a tol above zero.
+        return replace(options, tol=max(float(self.tol) * deviance, np.finfo(float).tiny))
+
+    def _start(self, problem: Problem, model: int, known: bool, partial: bool) -> Start:
+        if not known:
+            guess = best_constant(self._objective, np.asarray(problem.targets), problem.sample_weight)
+            return Start(intercept=guess if self.fit_intercept else 0.0)
+        weights = np.atleast_2d(self.coef_)[model, self.columns_[0] : self.columns_[1]]
+        return Start(
+            weights=weights.copy(),
+            intercept=float(np.atleast_1d(self.intercept_)[model]),
+            steps=self.t_ if partial else 0,
+            epochs=self.n_iter_ if partial else 0,
+        )
+
+    def _keep(self, solutions: Sequence[Solution], comm: Communicator, *, partial: bool) -> None:
+        coef = np.zeros((len(solutions), self._n_columns))
+        for row, solution in zip(coef, solutions, strict=True):
+            weights = solution.weights
+            row[self.columns_[0] : self.columns_[1]] = weights.get() if hasattr(weights, "get") else weights
+        if comm.size > 1:
+            sum_over_ranks(coef, comm=comm)  # every column has one owner, so the sum only brings them together
+        self._set_coefficients(coef, np.array([one.intercept for one in solutions]))
+        curves = [list(one.loss_curve) for one in solutions]
+        before = (self.loss_curve_ if len(curves) > 1 else [self.loss_curve_]) if partial else [[] for _ in curves]
+        curves = [[*old, *new] for old, new in zip(before, curves, strict=True)]
+        self.loss_curve_ = curves if len(curves) > 1 else curves[0]
+        self.n_iter_ = max(one.epochs for one in solutions) + (self.n_iter_ if partial else 0)
+        self.t_ = max(one.steps for one in solutions) + (self.t_ if partial else 0)
+        self.reductions_ = sum(one.reductions for one in solutions)
+        self.timings_ = {part: sum(float(one.seconds[part]) for one in solutions) for part in PARTS}
+
+    def _set_coefficients(self, coef: np.ndarray, intercept: np.ndarray) -> None:
+        self.coef_ = coef[0]
+        self.intercept_ = float(intercept[0])
+
+    def _margins(self, X: Any) -> np.ndarray:
+        """X w + intercept, (m, models) float64; with column_block one sum over the ranks."""
+        check_is_fitted(self, "coef_")
+        comm = find_communicator(self.comm)
+        features = (
+            agree(comm, lambda: self._validate(X, reset=False)) if self.column_block else self._validate(X, reset=False)
+        )
+        if hasattr(features, "get"):
+            features = features.get()
+        coef = np.atleast_2d(self.coef_)
+        if self.column_block:
+            coef = coef[:, self.columns_[0] : self.columns_[1]]
+        margins = np.asarray(features @ coef.T, dtype=np.float64)
+        if self.column_block and comm.size > 1:
+            margins = np.ascontiguousarray(margins)
+            sum_over_ranks(margins, comm=comm)
+        return np.asarray(margins + np.atleast_1d(self.intercept_))

@@ -1,0 +1,184 @@
+"""The data and the ranks of one ``precision-time glm`` command."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from precision_time.casgd.comm import find_communicator
+from precision_time.casgd.communicator import Communicator, DelayedCommunicator
+from precision_time.casgd.datasets import (
+    BUILTIN,
+    Dataset,
+    Standardiser,
+    convert_libsvm,
+    load_builtin,
+    open_cache,
+    synth,
+)
+from precision_time.casgd.errors import InputError
+from precision_time.casgd.objectives import find_objective
+from precision_time.casgd.problem import Problem
+from precision_time.casgd.validation import agree, share_columns
+
+__all__ = ["MADE_UP", "CommandData", "join_ranks", "read_data"]
+
+#: Data that is drawn: the objective follows the dash.
+MADE_UP = ("synth-logistic", "synth-squared", "synth-poisson")
+
+# What MPICH, Open MPI and Slurm set in the processes that they start.
+_STARTED_BY_MPI = ("PMI_SIZE", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE")
+
+
+def join_ranks(choice: str, *, delay_us: float = 0.0) -> Communicator:
+    """The ranks of this job: 'none', 'mpi', or 'auto', which is MPI under mpiexec and one process otherwise.
+
+    ``delay_us`` microseconds are added to every sum: the emulation of a network.
+
+    Raises:
+        InputError: another choice. CommunicationError: MPI is not there.
+    """
+    if choice not in ("auto", "none", "mpi"):
+        raise InputError("unknown ranks", got=repr(choice), expected="auto, none or mpi")
+    started = any(name in os.environ for name in _STARTED_BY_MPI)
+    comm = find_communicator("mpi" if choice == "mpi" or (choice == "auto" and started) else None)
+    return DelayedCommunicator(comm, delay_us * 1e-6) if delay_us != 0 else comm
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CommandData:
+    """This rank's columns of a data set, and what is needed to undo their standardisation.
+
+    features: (m, n_local). targets: (m,), -1/+1 for the logistic loss. columns: n over all ranks.
+    mean, scale: (n_local,), of this rank's columns; 0 and 1 where nothing was standardised.
+    """
+
+    name: str
+    objective: str
+    features: Any
+    targets: np.ndarray
+    columns: int
+    mean: np.ndarray
+    scale: np.ndarray
+
+    def problem(self, *, l2: float, fit_intercept: bool = True) -> Problem:
+        """The problem that these data pose."""
+        return Problem(
+            features=self.features,
+            targets=self.targets,
+            objective=find_objective(self.objective),
+            l2=l2,
+            fit_intercept=fit_intercept,
+        )
+
+
+def read_data(
+    given: str,
+    *,
+    comm: Communicator,
+    objective: str | None = None,
+    n_features: int | None = None,
+    cache: Path | None = None,
+    sparse: bool = False,
+    rows: int = 20_000,
+    seed: int = 0,
+    standardise: bool = True,
+) -> CommandData:
+    """The data set ``given``: a built-in or made-up name, a cache of columns, or a LIBSVM file, which is cached first.
+
+    objective: that of a built-in or made-up set if it is not given, otherwise logistic.
+    n_features: columns of a LIBSVM file (required) or of a made-up set (28 if not given).
+    cache: folder of the cache; beside the file, with ``.columns`` added to its name, if it is not given.
+    sparse: hold a LIBSVM file as CSR. rows: of a made-up set.
+    standardise: columns to mean 0 and deviation 1, before any rounding; sparse ones are scaled but not centred.
+
+    Every rank calls it; what goes wrong on one is raised on all.
+
+    Raises:
+        InputError: nothing of this name, or data that the objective cannot take.
+    """
+
+    def read() -> CommandData:
+        if given in BUILTIN or given in MADE_UP:
+            data = _own_share(_named(given, n_features=n_features, rows=rows, seed=seed), objective, comm)
+        else:
+            data = _from_disk(
+                Path(given), objective or "logistic", comm=comm, n_features=n_features, cache=cache, sparse=sparse
+            )
+        if not standardise:
+            return data
+        scaler = Standardiser.fit(data.features, centre=not hasattr(data.features, "tocsr"))
+        return replace(data, features=scaler.apply(data.features), mean=scaler.mean, scale=scaler.scale)
+
+    return agree(comm, read)
+
+
+def _named(name: str, *, n_features: int | None, rows: int, seed: int) -> Dataset:
+    if name in BUILTIN:
+        return load_builtin(name)
+    return synth(name.partition("-")[2], rows, 28 if n_features is None else n_features, seed=seed)
+
+
+def _own_share(whole: Dataset, objective: str | None, comm: Communicator) -> CommandData:
+    first, past = share_columns(whole.features, comm.size)[comm.rank]
+    return _describe(
+        whole.name,
+        objective or whole.objective,
+        features=whole.features[:, first:past],
+        targets=whole.targets,
+        columns=int(whole.features.shape[1]),
+    )
+
+
+def _from_disk(
+    path: Path, objective: str, *, comm: Communicator, n_features: int | None, cache: Path | None, sparse: bool
+) -> CommandData:
+    find_objective(objective)
+    if (path / "header.json").is_file():
+        found = open_cache(path)
+    elif path.is_file():
+        if n_features is None:
+            raise InputError(
+                "a LIBSVM file does not say how many columns it has", got=path, fix="add --n-features with the number"
+            )
+        found = convert_libsvm(
+            path,
+            cache or path.with_name(f"{path.name}.columns"),
+            n_features=n_features,
+            layout="csr" if sparse else "dense",
+            labels="binary" if objective == "logistic" else "numbers",
+            blocks=min(16, n_features),
+        )
+    else:
+        raise InputError(
+            "there are no such data",
+            got=repr(str(path)),
+            expected=f"{', '.join((*BUILTIN, *MADE_UP))}, a LIBSVM file, or a cache that was made from one",
+        )
+    features = found.features(rank=comm.rank, size=comm.size)
+    return _describe(path.name, objective, features=features, targets=found.targets(), columns=found.shape[1])
+
+
+def _describe(name: str, objective: str, *, features: Any, targets: np.ndarray, columns: int) -> CommandData:
+    if objective == "logistic" and not np.isin(targets, (-1.0, 1.0)).all():
+        found = np.unique(targets)
+        raise InputError(
+            "the logistic loss needs labels of two classes",
+            got=f"{found.size} values: {', '.join(f'{value:g}' for value in found[:5])}, ...",
+            expected="-1/+1, 0/1 or 1/2",
+            fix="--objective squared or poisson",
+        )
+    if objective == "poisson" and (targets < 0).any():
+        raise InputError("the Poisson loss needs counts", got=f"{targets.min():g}", expected="0 and above")
+    local = int(features.shape[1])
+    return CommandData(
+        name=name,
+        objective=objective,
+        features=features,
+        targets=np.asarray(targets, dtype=np.float64),
+        columns=columns,
+        mean=np.zeros(local),
+        scale=np.ones(local),
+    )

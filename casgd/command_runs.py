@@ -1,0 +1,204 @@
+"""What the ``precision-time glm`` commands run: one model, one plan, a table of timed runs."""
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from precision_time.casgd.command_data import CommandData
+from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.errors import InputError, NotConvergedWarning
+from precision_time.casgd.precision import find_policy
+from precision_time.casgd.problem import PARTS, Options, Problem, Solution
+from precision_time.casgd.training import Start, best_constant, expected_smoothness, make_schedule, train
+from precision_time.casgd.validation import agree
+
+if TYPE_CHECKING:
+    from precision_time.casgd.plan import Plan
+
+__all__ = ["Model", "fit_model", "plan_run", "save_model", "time_runs"]
+
+_SCORES = {"logistic": "accuracy", "squared": "R2", "poisson": "D2"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """Coefficients (n,) and an intercept for features as they came, before standardisation."""
+
+    objective: str
+    coef: np.ndarray
+    intercept: float
+
+
+def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Model]:
+    """Train the estimator of the data's objective, which takes ``settings``; the report is of JSON values."""
+    from precision_time.casgd.estimators import CASGDClassifier, CASGDPoissonRegressor, CASGDRegressor
+
+    kinds = {"logistic": CASGDClassifier, "squared": CASGDRegressor, "poisson": CASGDPoissonRegressor}
+    estimator = kinds[data.objective](**settings, comm=comm, column_block=True)
+    started = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        estimator.fit(data.features, data.targets)
+        total_s = time.perf_counter() - started
+        score = float(estimator.score(data.features, data.targets))
+    first, past = estimator.columns_
+    coef = np.zeros(data.columns)
+    shift = np.zeros(1)
+    coef[first:past] = np.ravel(estimator.coef_)[first:past] / data.scale
+    shift[0] = float(data.mean @ coef[first:past])
+    if comm.size > 1:
+        comm.sum(coef)
+        comm.sum(shift)
+    intercept = float(np.ravel(estimator.intercept_)[0])
+    verdict = estimator.verdict_
+    report = {
+        "data": data.name,
+        "objective": data.objective,
+        "rows": len(data.targets),
+        "columns": data.columns,
+        "ranks": comm.size,
+        "s": estimator.s_,
+        "batch_size": estimator.batch_size,
+        "precision": estimator.precision_.name,
+        "predicted_excess": None if verdict is None else float(verdict.predicted_excess),
+        "epochs": estimator.n_iter_,
+        "converged": not any(issubclass(one.category, NotConvergedWarning) for one in caught),
+        "loss": float(estimator.loss_curve_[-1]),
+        "score_name": _SCORES[data.objective],
+        "score": score,
+        "eta0": estimator.eta0_,
+        "reductions": estimator.reductions_,
+        "total_s": total_s,
+        "seconds": estimator.timings_,
+        "warnings": list(dict.fromkeys(str(one.message) for one in caught)),
+        "out": None,
+    }
+    return report, Model(objective=data.objective, coef=coef, intercept=intercept - float(shift[0]))
+
+
+def save_model(path: Path, model: Model, *, comm: Communicator) -> None:
+    """Write ``coef`` (n,), ``intercept`` () and ``objective`` to ``path`` on rank 0, whole or not at all.
+
+    Read it with ``numpy.load(path, allow_pickle=False)``.
+
+    Raises:
+        InputError: on every rank, if the file cannot be written.
+    """
+
+    def write() -> None:
+        if comm.rank:
+            return
+        try:
+            handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        except OSError as error:
+            raise InputError("the model cannot be written", got=error, fix="choose another --out") from error
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez(file, coef=model.coef, intercept=model.intercept, objective=np.array(model.objective))
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(partial, 0o644)
+            os.replace(partial, path)
+        except OSError as error:
+            Path(partial).unlink(missing_ok=True)
+            raise InputError("the model cannot be written", got=error, fix="choose another --out") from error
+
+    agree(comm, write)
+
+
+def plan_run(
+    data: CommandData, *, comm: Communicator, alpha: float, batch_size: int, precision: str, seed: int
+) -> "Plan":
+    """The planner's answer for these data; precision 'auto' is the guarded recipe."""
+    from precision_time.casgd.plan import plan
+
+    problem = data.problem(l2=alpha)
+    options = _options(problem, comm, batch_size=batch_size, epochs=100, seed=seed)
+    options = replace(options, policy=find_policy("recipe" if precision == "auto" else precision))
+    return plan(problem, options, comm=comm, on_risk="fallback" if precision == "auto" else None)
+
+
+def time_runs(
+    data: CommandData,
+    *,
+    comm: Communicator,
+    alpha: float,
+    s: Sequence[int],
+    batch_sizes: Sequence[int],
+    precisions: Sequence[str],
+    epochs: int,
+    repeats: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """One row for each batch size, precision and s: seconds of an epoch of the slowest rank (the fastest of
+    ``repeats``), speed-up and loss gap against FP32 SGD of the same batch size.
+
+    Losses are of the last iterate with the penalty, on the features before rounding. Rounds go over all runs in turn,
+    so that a slow spell of the machine meets all of them.
+
+    Raises:
+        InputError: a count below 1, an unknown precision, or training that diverges.
+    """
+    for name, values in (("s", s), ("batch size", batch_sizes), ("epochs", (epochs,)), ("repeats", (repeats,))):
+        if min(values) < 1:
+            raise InputError(f"{name} is not usable", got=min(values), expected="at least 1")
+    problem = data.problem(l2=alpha)
+    cells: dict[tuple[int, str, int], Options] = {}
+    for b in batch_sizes:
+        plain = _options(problem, comm, batch_size=b, epochs=epochs, seed=seed)
+        cells[b, "fp32", 1] = plain
+        for precision in precisions:
+            for steps in s:
+                cells[b, precision, steps] = replace(plain, s=steps, policy=find_policy(precision))
+    start = Start(intercept=best_constant(problem.objective, data.targets))
+    fastest: dict[tuple[int, str, int], tuple[float, Solution]] = {}
+    for _ in range(repeats):
+        for cell, options in cells.items():
+            comm.barrier()
+            solution = train(problem, options, comm=comm, start=start)
+            seconds = max(comm.gather(sum(solution.seconds.values()))) / epochs
+            if cell not in fastest or seconds < fastest[cell][0]:
+                fastest[cell] = seconds, solution
+    losses = {cell: _loss(problem, solution, comm) for cell, (_, solution) in fastest.items()}
+    rows = []
+    for (b, precision, steps), (seconds, solution) in fastest.items():
+        plain_s, plain_loss = fastest[b, "fp32", 1][0], losses[b, "fp32", 1]
+        loss = losses[b, precision, steps]
+        rows.append(
+            {
+                "s": steps,
+                "batch_size": b,
+                "precision": precision,
+                "seconds_per_epoch": seconds,
+                "seconds": {part: float(solution.seconds[part]) / epochs for part in PARTS},
+                "speedup": plain_s / seconds,
+                "reductions_per_epoch": solution.reductions / epochs,
+                "loss": loss,
+                "loss_gap": (loss - plain_loss) / abs(plain_loss) if plain_loss else 0.0,
+            }
+        )
+    return rows
+
+
+def _options(problem: Problem, comm: Communicator, *, batch_size: int, epochs: int, seed: int) -> Options:
+    """FP32 SGD with the estimators' steps."""
+    smoothness = expected_smoothness(problem, batch_size=batch_size, comm=comm)
+    steps = -(-problem.rows // batch_size)
+    schedule = make_schedule("optimal", eta0=1 / smoothness, power_t=0.5, steps_per_epoch=steps)
+    return Options(batch_size=batch_size, epochs=epochs, schedule=schedule, seed=seed, policy=find_policy("fp32"))
+
+
+def _loss(problem: Problem, solution: Solution, comm: Communicator) -> float:
+    """f at the solution, with the penalty, on the features as they are: float64, the same on every rank."""
+    weights = np.asarray(solution.weights, dtype=np.float64)
+    buffer = np.concatenate([np.asarray(problem.features @ weights).ravel(), [float(weights @ weights)]])
+    comm.sum(buffer)
+    loss = problem.objective.loss(buffer[:-1] + solution.intercept, np.asarray(problem.targets))
+    return float(np.mean(loss)) + problem.l2 / 2 * float(buffer[-1])

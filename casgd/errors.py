@@ -1,0 +1,67 @@
+"""Errors of the solver: each says what went wrong, what was got, what was expected and what to do."""
+
+__all__ = ["CasgdError", "CommunicationError", "InputError", "NotConvergedWarning", "PrecisionWarning"]
+
+
+def _printable(text: str) -> str:
+    """``text`` with newlines and escape codes spelled out: values come from users, files and other ranks."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+class CasgdError(Exception):
+    """Root of the hierarchy.
+
+    ``code`` is the stable name that logs and JSON carry, ``exit_code`` what the command line ends with
+    (1 internal, 2 bad input).
+    """
+
+    code = "E-CASGD"
+    exit_code = 1
+
+    def __init__(self, what: str, *, got: object = None, expected: str | None = None, fix: str | None = None) -> None:
+        self.what = what
+        self.got = None if got is None else str(got)
+        self.expected = expected
+        self.fix = fix
+        super().__init__(self.message)
+
+    @property
+    def message(self) -> str:
+        """The whole text on one line: what; got; expected; what to do."""
+        parts = [self.what]
+        if self.got is not None:
+            parts.append(f"got: {self.got}")
+        if self.expected is not None:
+            parts.append(f"expected: {self.expected}")
+        if self.fix is not None:
+            parts.append(f"fix: {self.fix}")
+        return _printable("; ".join(parts))
+
+    def __str__(self) -> str:
+        return self.message
+
+    def to_dict(self) -> dict[str, str | None]:
+        """The JSON twin of the message."""
+        return {"code": self.code, "what": self.what, "got": self.got, "expected": self.expected, "fix": self.fix}
+
+
+class InputError(CasgdError, ValueError):
+    """A value that cannot be solved: data, labels, an option, ranks that disagree."""
+
+    code = "E-INPUT"
+    exit_code = 2
+
+
+class CommunicationError(CasgdError, RuntimeError):
+    """A rank that died, stayed silent past the deadline, or a message that did not arrive whole."""
+
+    code = "E-COMMUNICATION"
+    exit_code = 1
+
+
+class NotConvergedWarning(UserWarning):
+    """The last epoch ended before the loss stopped falling."""
+
+
+class PrecisionWarning(UserWarning):
+    """A precision policy whose predicted excess loss is above what was asked for."""

@@ -1,0 +1,205 @@
+"""Checks of what estimators and commands are given, and which columns a rank owns."""
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from precision_time.casgd.column_cache import split_columns
+from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.errors import CasgdError, InputError
+from precision_time.casgd.guard import LARGEST
+from precision_time.casgd.precision import PrecisionPolicy
+
+__all__ = [
+    "TAKEN_TYPES",
+    "DtypeError",
+    "agree",
+    "check_counts",
+    "check_dtype",
+    "check_finite",
+    "check_fits_format",
+    "check_whole",
+    "read_weights",
+    "share_columns",
+    "signed_labels",
+]
+
+T = TypeVar("T")
+
+#: The element types of features and targets; check_dtype refuses others before anything looks at the values.
+TAKEN_TYPES = ("float64", "float32", "float16", "integers", "booleans")
+
+# As ml_dtypes, PyTorch and JAX name them.
+_NARROW = re.compile(r"bfloat\d+|float[468](_\w+)?|u?int[124]")
+
+
+class DtypeError(InputError, TypeError):
+    """An array of an element type that is not taken, found before any exchange with its library."""
+
+    code = "E-DTYPE"
+
+
+def check_dtype(values: Any, *, name: str) -> None:
+    """Refuse bfloat16 and other types that NumPy does not know, by the name of the type alone.
+
+    ``values`` may be an array of any library, or anything without ``dtype`` (a list), which passes. Nothing is
+    converted or exchanged: an import of such a tensor has been seen to end a process (cupy/cupy issue 8801). Complex
+    numbers and text are left to scikit-learn's own messages.
+
+    Raises:
+        DtypeError: the element type is none of :data:`TAKEN_TYPES`.
+    """
+    dtype = getattr(values, "dtype", None)
+    if dtype is None:
+        return
+    text = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    if not _NARROW.fullmatch(text) and not (isinstance(dtype, np.dtype) and dtype.kind == "V"):
+        return
+    raise DtypeError(
+        f"{name} has an element type that is not taken",
+        got=text,
+        expected=", ".join(TAKEN_TYPES),
+        fix=f"pass {name} as float32: the policies 'recipe' and 'paper' round it to bfloat16 once, after the checks",
+    )
+
+
+def check_finite(values: Any, *, name: str) -> None:
+    """Refuse NaN and infinity, and say where the first is.
+
+    ``values``: an ndarray of one or two axes, a SciPy sparse matrix (its stored values) or a CuPy array.
+
+    Raises:
+        InputError: with the number of rows that hold one.
+    """
+    data = values.tocsr().data if hasattr(values, "tocsr") else values
+    # A finite sum has no NaN or infinity behind it: one cheap pass in the usual case.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(float(data.sum())):
+            return
+    if hasattr(values, "tocsr"):
+        matrix = values.tocsr()
+        bad = np.flatnonzero(~np.isfinite(matrix.data))
+        rows = np.searchsorted(matrix.indptr, bad, side="right") - 1
+        columns, wrong = matrix.indices[bad], matrix.data[bad]
+    else:
+        host = values.get() if hasattr(values, "get") else np.asarray(values)
+        places = np.nonzero(~np.isfinite(host))
+        rows, columns, wrong = places[0], places[-1], host[places]
+    if not len(rows):
+        return
+    where = f"row {int(rows[0])}" + (f", column {int(columns[0])}" if values.ndim == 2 else "")
+    raise InputError(
+        f"{name} holds NaN or infinity",
+        got=f"{'NaN' if np.isnan(wrong[0]) else 'inf'} in {where}; {len(set(rows.tolist()))} row(s) in all",
+        expected="finite numbers",
+        fix="drop these rows or impute them (sklearn.impute)",
+    )
+
+
+def check_fits_format(features: Any, policy: PrecisionPolicy) -> None:
+    """Refuse features that the policy's storage format would turn into infinity.
+
+    Raises:
+        InputError: naming the largest value and the format's.
+    """
+    data = features.data if hasattr(features, "tocsr") else features
+    largest = LARGEST[policy.x_storage]
+    if 0 in data.shape or largest >= np.finfo(data.dtype).max:
+        return
+    found = max(float(data.max()), -float(data.min()))
+    if found > largest:
+        raise InputError(
+            f"policy {policy.name!r} stores the features in {policy.x_storage}, which ends at {largest:g}",
+            got=f"{found:g}",
+            fix="standardise the features, or choose precision='fp32'",
+        )
+
+
+def check_counts(targets: np.ndarray) -> None:
+    """Refuse targets that the Poisson loss has no meaning for.
+
+    Raises:
+        InputError: a negative target.
+    """
+    bad = np.flatnonzero(targets < 0)
+    if bad.size:
+        raise InputError(
+            "a Poisson model counts, and a target is negative",
+            got=f"{targets[bad[0]]:g} in row {bad[0]}; {bad.size} row(s) in all",
+            expected="targets of 0 and above",
+            fix="fit CASGDRegressor, or shift the targets",
+        )
+
+
+def check_whole(value: Any, *, name: str, least: int) -> int:
+    """``value`` as an int.
+
+    Raises:
+        InputError: not a whole number, or below ``least``.
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
+        raise InputError(f"{name} is not usable", got=repr(value), expected=f"a whole number of at least {least}")
+    return int(value)
+
+
+def read_weights(given: Any, *, rows: int) -> np.ndarray:
+    """Sample weights as (rows,) float64; one number counts for every row.
+
+    Raises:
+        InputError: another shape, or weights that are negative, not finite or all zero.
+    """
+    check_dtype(given, name="sample_weight")
+    weights = np.asarray(given, dtype=np.float64)
+    if weights.ndim == 0:
+        weights = np.full(rows, weights)
+    if weights.shape != (rows,):
+        raise InputError("sample_weight does not fit X", got=f"shape {weights.shape}", expected=f"({rows},)")
+    check_finite(weights, name="sample_weight")
+    if (weights < 0).any():
+        raise InputError("a sample weight is negative", got=f"{weights.min():g}", expected="0 and above")
+    if not weights.any():
+        raise InputError("all sample weights are zero", expected="at least one weight above zero")
+    return weights
+
+
+def signed_labels(targets: np.ndarray, positive: Any) -> np.ndarray:
+    """+1.0 where ``targets`` equal ``positive``, else -1.0: (m,) float64."""
+    return np.where(targets == positive, 1.0, -1.0)
+
+
+def share_columns(features: Any, size: int) -> list[tuple[int, int]]:
+    """The columns of ``features`` (m, n) that each of ``size`` ranks owns, first and past the last.
+
+    Dense columns are shared out by number, those of a sparse matrix by stored values, at least one to each rank.
+
+    Raises:
+        InputError: more ranks than columns.
+    """
+    columns = int(features.shape[1])
+    stored = np.bincount(features.tocsr().indices, minlength=columns) if hasattr(features, "tocsr") else None
+    return split_columns(columns, size, nonzeros=stored)
+
+
+def agree(comm: Communicator, work: Callable[[], T]) -> T:
+    """``work()``, of which a failure on one rank is raised on all of them, so that none waits for the others.
+
+    Raises:
+        InputError: on ranks whose own work went well, naming the first rank whose did not.
+    """
+    if comm.size == 1:
+        return work()
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except (CasgdError, ValueError, TypeError, OSError) as error:
+        failure = error
+    told = comm.gather(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(told):
+        if message is not None:
+            raise InputError(f"rank {rank} cannot go on", got=message)
+    return result  # type: ignore[return-value]  # it is set where nothing failed

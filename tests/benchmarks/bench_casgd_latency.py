@@ -1,0 +1,139 @@
+"""CA-SGD against plain SGD where sums over ranks are slow (emulated), and on two local ranks without any delay.
+
+    python tests/benchmarks/bench_casgd_latency.py [--delays-us 0 20 50 200] [--batch-sizes 4 16 64]
+
+A report without assertions, as one JSON object. Emulation: one process, and a busy wait before every sum. The local
+part starts two ranks with mpiexec and gives the time of s="auto" over that of SGD as the median of paired runs, with
+the interval of the median by order statistics (sign test, 95 %).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from precision_time.casgd.ca_sgd import run_ca_sgd
+from precision_time.casgd.comm import DelayedCommunicator, MpiCommunicator, OneProcess
+from precision_time.casgd.objectives import LOGISTIC
+from precision_time.casgd.plan import plan
+from precision_time.casgd.problem import Options, Problem
+from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.sgd import run_sgd
+
+POWERS = tuple(2**k for k in range(6))
+
+
+def make_problem(columns: int, *, rows: int = 8192, seed: int = 0) -> Problem:
+    x = np.random.default_rng(seed).standard_normal((rows, columns), dtype=np.float32)
+    y = np.where(np.random.default_rng(9).random(rows) < 0.5, -1.0, 1.0)
+    return Problem(features=x, targets=y, objective=LOGISTIC)
+
+
+def make_options(batch_size: int) -> Options:
+    return Options(batch_size=batch_size, epochs=1, schedule=Schedule(eta0=1e-3))
+
+
+def wall_s(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def emulate(delay_us: float, batch_size: int, *, repeats: int = 5) -> dict[str, Any]:
+    """us per SGD-equivalent step, the least of ``repeats`` epochs, and what the planner chose."""
+    problem, options = make_problem(28), make_options(batch_size)
+    comm = DelayedCommunicator(OneProcess(), delay_us * 1e-6)
+    made = plan(problem, options, comm=comm, largest_s=max(POWERS))
+    steps = made.steps_per_epoch
+    sgd_us = min(wall_s(lambda: run_sgd(problem, options, comm=comm)) for _ in range(repeats)) / steps * 1e6
+    by_s = {
+        s: min(wall_s(lambda s=s: run_ca_sgd(problem, replace(options, s=s), comm=comm)) for _ in range(repeats))
+        / steps
+        * 1e6
+        for s in POWERS
+    }
+    best = min(by_s, key=by_s.__getitem__)
+    return {
+        "delay_us": delay_us,
+        "batch_size": batch_size,
+        "sgd_us": sgd_us,
+        "planned_s": made.s,
+        "best_s": best,
+        "above_best": by_s[made.s] / by_s[best] - 1,
+        "speedup_over_sgd": sgd_us / by_s[made.s],
+        "fit_error": made.error,
+        "predicted_epoch_s": [made.low_s, made.seconds_per_epoch, made.high_s],
+        "measured_epoch_s": by_s[made.s] * steps * 1e-6,
+        "step_us": by_s,
+    }
+
+
+def run_rank(batch_size: int, columns: int, pairs: int) -> None:
+    """One of two local ranks: s = "auto" over SGD in alternating epochs."""
+    comm = MpiCommunicator(deadline_s=60.0)
+    problem, options = make_problem(columns // 2, seed=comm.rank), make_options(batch_size)
+    made = plan(problem, options, comm=comm)
+    chosen = replace(options, s=made.s)
+    ratios = []
+    for _ in range(pairs):
+        times = []
+        for run in (lambda: run_ca_sgd(problem, chosen, comm=comm), lambda: run_sgd(problem, options, comm=comm)):
+            comm.barrier()
+            times.append(max(comm.gather(wall_s(run))))
+        ratios.append(times[0] / times[1])
+    if comm.rank == 0:
+        ratios.sort()
+        # The ranks of order statistics about the median that hold it in 95 % of samples (normal approximation).
+        reach = round(0.98 * pairs**0.5)
+        low, high = max(0, pairs // 2 - reach), min(pairs - 1, pairs // 2 + reach)
+        told = {
+            "batch_size": batch_size,
+            "columns": columns,
+            "planned_s": made.s,
+            "auto_over_sgd": statistics.median(ratios),
+            "low": ratios[low],
+            "high": ratios[high],
+        }
+        print(json.dumps(told), flush=True)
+
+
+def run_locally(batch_size: int, columns: int, *, pairs: int = 31) -> dict[str, Any]:
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if mpiexec is None:
+        return {"not run": "mpiexec is missing: pip install 'precision-time[mpi]'"}
+    command = [mpiexec, "-n", "2", sys.executable, __file__, "--rank", *map(str, (batch_size, columns, pairs))]
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env={**os.environ, **threads}, capture_output=True, text=True, timeout=180, check=False
+    )
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--delays-us", type=float, nargs="+", default=[0.0, 20.0, 50.0, 200.0])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--rank", type=int, nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        run_rank(*given.rank)
+        return
+    report = {
+        "emulated": [emulate(delay, b) for b in given.batch_sizes for delay in given.delays_us],
+        "two_local_ranks": [run_locally(b, 28) for b in given.batch_sizes],
+    }
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Every call of an MpiCommunicator once; rank 0 prints what came out as one JSON line."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+from counted import Counted
+
+from precision_time.casgd.comm import MpiCommunicator
+
+
+class DeviceArray:
+    """What an array on a GPU has and the host cannot look into."""
+
+    def __init__(self, values):
+        self._values = values
+        self.dtype, self.flags = values.dtype, values.flags
+
+    def astype(self, kind):
+        return DeviceArray(self._values.astype(kind))
+
+    def get(self):
+        return self._values.copy()
+
+    def set(self, values):
+        assert values.dtype == self.dtype
+        self._values[...] = values
+
+
+counted = Counted()
+comm = MpiCommunicator(counted, deadline_s=30)
+mine = comm.rank + 1
+out = {"size": comm.size}
+
+for kind in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+    buffer = np.array([1.5 * mine, -2.0, 0.125 * mine], dtype=kind)
+    comm.sum(buffer)
+    out[np.dtype(kind).name] = buffer.astype(float).tolist()
+
+# Numbers whose sum is no bfloat16: the fp32 sum, rounded once, is the wanted answer.
+rng = np.random.default_rng(7)
+everyone = rng.normal(size=(comm.size, 500)).astype(ml_dtypes.bfloat16)
+buffer = everyone[comm.rank].copy()
+comm.sum(buffer)
+wanted = everyone.astype(np.float32).sum(axis=0).astype(ml_dtypes.bfloat16)
+out["bfloat16_equal"] = bool((buffer == wanted).all())
+
+table = np.full((4, 6), float(mine))
+comm.sum(table[:, ::2])
+out["strided"] = table[:, ::2].tolist()
+swapped = np.full(3, float(mine), dtype=">f4")
+comm.sum(swapped)
+out["swapped"] = swapped.tolist()
+comm.sum(np.zeros(0))
+on_device = np.full(3, float(mine), dtype=ml_dtypes.bfloat16)
+MpiCommunicator(counted, deadline_s=30, gpu_aware=False).sum(DeviceArray(on_device))
+out["device"] = on_device.astype(float).tolist()
+
+first, second = np.full(3, float(mine)), np.full(100_000, float(mine), dtype=np.float32)
+pending = [comm.start_sum(first), comm.start_sum(second)]
+for each in pending:
+    each.wait()
+    each.wait()
+out["started"] = [first.tolist(), float(second.min()), float(second.max())]
+out["reductions"] = comm.reductions
+out["calls"] = counted.all_reductions()
+
+out["gathered"] = comm.gather({"rank": comm.rank, "text": "é" * (comm.rank * 1000), "pair": (1, 0.1)})
+comm.barrier()
+out["calls_after_gather"] = counted.all_reductions()
+out["gpu"] = [comm.gpu.aware, comm.gpu.reason]
+seen = comm.gather(out)
+if comm.rank == 0:
+    out["same_on_all"] = all({**each, "gathered": 0} == {**seen[0], "gathered": 0} for each in seen)
+    out["gathered"] = [[each["rank"], len(each["text"]), each["pair"]] for each in out["gathered"]]
+    print(json.dumps(out))

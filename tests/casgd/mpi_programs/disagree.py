@@ -1,0 +1,23 @@
+"""Rank 1 differs from rank 0 in what the command line names; every rank prints the error it gets."""
+
+import json
+import sys
+
+from precision_time.casgd.comm import MpiCommunicator, check_agreement
+from precision_time.casgd.errors import InputError
+
+comm = MpiCommunicator(deadline_s=30)
+values = {"s": 8, "batch_size": 32, "seed": 0, "dtype": "float32", "rows": 1000, "shape": [1000, 18]}
+check_agreement(comm, values)
+if comm.rank == 1:
+    values |= json.loads(sys.argv[1])
+try:
+    check_agreement(comm, values)
+except InputError as error:
+    told = str(error)
+else:
+    told = "no error"
+comm.barrier()
+texts = comm.gather(told)
+if comm.rank == 0:
+    print("\n".join(texts))

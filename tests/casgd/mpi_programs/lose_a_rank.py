@@ -1,0 +1,25 @@
+"""The last rank is killed, or falls silent, after the first sum; the others must end within the deadline."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from precision_time.casgd.comm import MpiCommunicator
+
+how, what = sys.argv[1:3]
+comm = MpiCommunicator(deadline_s=float(sys.argv[3]))
+comm.sum(np.ones(3))
+if comm.rank == comm.size - 1:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(120)
+if what == "sum":
+    comm.sum(np.ones(3))
+elif what == "gather":
+    comm.gather({"rank": comm.rank})
+else:
+    comm.barrier()
+print("not reached")

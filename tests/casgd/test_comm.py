@@ -1,0 +1,192 @@
+import importlib.util
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from precision_time.casgd.comm import (
+    Communicator,
+    DelayedCommunicator,
+    MpiCommunicator,
+    NcclCommunicator,
+    OneProcess,
+    check_agreement,
+    find_communicator,
+)
+from precision_time.casgd.errors import CommunicationError, InputError
+from precision_time.casgd.mpi_probe import probe
+
+
+class _Ranks(OneProcess):
+    """One process that gathers what the test says the ranks hold."""
+
+    def __init__(self, told):
+        super().__init__()
+        self.size, self._told = len(told), told
+
+    def gather(self, value):
+        assert value == self._told[0]
+        return self._told
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_a_sum_over_one_process_changes_nothing_and_is_counted(kind):
+    comm = OneProcess()
+    buffer = np.array([1.5, -2.0], dtype=kind)
+    comm.sum(buffer)
+    comm.start_sum(buffer).wait()
+    assert buffer.astype(float).tolist() == [1.5, -2.0]
+    assert (comm.rank, comm.size, comm.reductions) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("buffer", [np.arange(3), np.ones(2, dtype=complex), np.array(["a"]), [1.0, 2.0]])
+def test_a_type_that_cannot_be_summed_is_named_beside_those_that_can(buffer):
+    comm = OneProcess()
+    name = getattr(getattr(buffer, "dtype", None), "name", "list")
+    with pytest.raises(InputError, match=rf"got: {name}; expected: .*float32, float64, bfloat16, float16"):
+        comm.sum(buffer)
+    assert comm.reductions == 0
+
+
+def test_a_read_only_buffer_is_refused():
+    buffer = np.ones(3)
+    buffer.flags.writeable = False
+    with pytest.raises(InputError, match="read-only"):
+        OneProcess().sum(buffer)
+
+
+def test_values_are_gathered_as_json_even_in_one_process():
+    gathered = OneProcess().gather({"pair": (1, 2.5), "count": np.int64(7), "loss": np.float32(0.5)})
+    assert gathered == [{"pair": [1, 2.5], "count": 7, "loss": 0.5}]
+    with pytest.raises(InputError, match="ndarray"):
+        OneProcess().gather({"array": np.zeros(2)})
+
+
+def test_abort_ends_one_process_with_status_3_and_says_why(capsys):
+    with pytest.raises(SystemExit) as ended:
+        OneProcess().abort("all is lost")
+    assert ended.value.code == 3
+    assert capsys.readouterr().err == "all is lost\n"
+
+
+def test_a_delay_is_added_to_every_sum_and_hidden_by_work_done_meanwhile(monkeypatch):
+    now = [0.0]
+
+    def tick():
+        now[0] += 0.25
+        return now[0]
+
+    monkeypatch.setattr(time, "perf_counter", tick)
+    comm = DelayedCommunicator(OneProcess(), 10.0)
+    comm.sum(np.ones(1))
+    assert 10.0 <= now[0] <= 11.0
+    started = now[0]
+    pending = comm.start_sum(np.ones(1))
+    assert now[0] - started < 1.0
+    now[0] += 20.0  # work
+    pending.wait()
+    assert now[0] - started < 21.0
+    assert (comm.rank, comm.size, comm.reductions) == (0, 1, 2)
+    assert comm.gather(1) == [1]
+
+
+def test_a_negative_delay_is_refused():
+    with pytest.raises(InputError, match="negative"):
+        DelayedCommunicator(OneProcess(), -1e-6)
+
+
+def test_a_communicator_is_found_from_nothing_and_from_itself():
+    assert isinstance(find_communicator(None), OneProcess)
+    delayed = DelayedCommunicator(OneProcess(), 0.0)
+    assert find_communicator(delayed) is delayed
+    assert isinstance(delayed, Communicator)
+    for wrong in ("gloo", 3, object()):
+        with pytest.raises(InputError, match="communicator"):
+            find_communicator(wrong)
+
+
+def test_without_an_mpi_library_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(CommunicationError, match=r"precision-time\[mpi\]"):
+        find_communicator("mpi")
+    with pytest.raises(CommunicationError, match=r"precision-time\[mpi\]"):
+        MpiCommunicator()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="says what happens without CuPy")
+def test_without_cupy_nccl_says_what_to_install():
+    with pytest.raises(InputError, match="CuPy"):
+        NcclCommunicator(OneProcess())
+
+
+def test_ranks_that_agree_pass():
+    held = {"s": 8, "shape": [3, 4], "tol": None}
+    check_agreement(_Ranks([held, dict(held), dict(held)]), held)
+    check_agreement(OneProcess(), held)
+
+
+def test_the_rank_that_differs_is_named_with_its_value_and_that_of_the_others():
+    held = {"s": 8, "seed": 0, "dtype": "float32"}
+    ranks = [held, held, {**held, "s": 4}, {**held, "dtype": "float64"}]
+    with pytest.raises(InputError) as raised:
+        check_agreement(_Ranks(ranks), held)
+    assert "rank 2 has s=4 where the others have 8" in str(raised.value)
+    assert 'rank 3 has dtype="float64" where the others have "float32"' in str(raised.value)
+    assert "seed" not in str(raised.value)
+
+
+def test_rank_0_is_the_odd_one_where_most_hold_another_value():
+    with pytest.raises(InputError, match="rank 0 has s=1 where the others have 8"):
+        check_agreement(_Ranks([{"s": 1}, {"s": 8}, {"s": 8}]), {"s": 1})
+
+
+def test_a_value_that_one_rank_does_not_hold_is_a_difference():
+    with pytest.raises(InputError, match="rank 1 has tol=nothing where the others have 0"):
+        check_agreement(_Ranks([{"tol": 0}, {}]), {"tol": 0})
+
+
+def test_many_ranks_that_differ_are_counted_not_listed():
+    ranks = [{"seed": 0}] * 60 + [{"seed": rank} for rank in range(60, 100)]
+    with pytest.raises(InputError, match="rank 63 has seed=63, 36 more ranks differ where the others have 0"):
+        check_agreement(_Ranks(ranks), {"seed": 0})
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+        ("raise SystemExit('no such symbol')", "status 1: no such symbol"),
+        ("print('hello')", "nothing readable"),
+        ("pass", "nothing readable"),
+        ("import time; time.sleep(60)", "within 0.5 s"),
+    ],
+)
+def test_a_probe_that_crashes_fails_or_hangs_means_not_gpu_aware(program, reason):
+    found = probe(program, timeout_s=0.5 if "sleep" in program else 30)
+    assert found.aware is False
+    assert reason in found.reason
+
+
+def test_a_probe_is_believed_when_it_says_so():
+    found = probe('print(\'noise\'); print(\'{"aware": true, "reason": "it works"}\')')
+    assert (found.aware, found.reason) == (True, "it works")
+
+
+def test_a_probe_does_not_take_itself_for_a_rank_of_the_running_job(monkeypatch):
+    for name in ("PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "1")
+    program = """
+import json, os
+seen = [name for name in os.environ if name.startswith(("PMI", "OMPI_COMM"))]
+print(json.dumps({"aware": True, "reason": str(seen)}))
+"""
+    assert probe(program).reason == "[]"
+
+
+def test_importing_the_module_loads_neither_mpi4py_nor_cupy():
+    program = "import sys, precision_time.casgd.comm; print([m for m in ('mpi4py', 'cupy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

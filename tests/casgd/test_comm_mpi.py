@@ -1,0 +1,163 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.mpi
+
+_PROGRAMS = Path(__file__).parent / "mpi_programs"
+_MPIEXEC = Path(sys.executable).parent / "mpiexec"
+
+
+def _run_ranks(program, *arguments, ranks=2, timeout_s=60, options=()):
+    """What ``ranks`` ranks of the program print, and how they end; MPI comes from the environment of this Python."""
+    assert _MPIEXEC.exists(), "pip install 'precision-time[mpi]'"
+    # Threads of BLAS in every rank would fight for the cores.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(
+        [str(_MPIEXEC), *options, "-n", str(ranks), sys.executable, str(_PROGRAMS / program), *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def _orphans(program, *, wait_s=10.0):
+    """Ranks of the program that still run ``wait_s`` seconds after mpiexec, which does not wait for those it ends."""
+    until_s = time.monotonic() + wait_s
+    while found := [path for path in Path("/proc").glob("[0-9]*/cmdline") if _runs(path, program)]:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.02)
+    return found
+
+
+def _runs(cmdline, program):
+    try:
+        return str(_PROGRAMS / program).encode() in cmdline.read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def collectives():
+    done = _run_ranks("collectives.py")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "bfloat16"])
+def test_two_ranks_get_the_sum_in_every_type(collectives, kind):
+    assert collectives[kind] == [4.5, -4.0, 0.375]
+
+
+def test_bfloat16_is_summed_in_float32_and_rounded_once(collectives):
+    assert collectives["bfloat16_equal"]
+
+
+def test_a_strided_buffer_is_summed_in_place(collectives):
+    assert collectives["strided"] == [[3.0] * 3] * 4
+
+
+def test_a_buffer_in_the_other_byte_order_is_summed_in_place(collectives):
+    assert collectives["swapped"] == [3.0] * 3
+
+
+def test_an_array_on_a_gpu_goes_through_the_host_where_mpi_does_not_take_it(collectives):
+    assert collectives["device"] == [3.0] * 3
+
+
+def test_two_sums_may_be_under_way_at_once(collectives):
+    assert collectives["started"] == [[3.0] * 3, 3.0, 3.0]
+
+
+def test_every_sum_is_one_call_of_mpi_and_a_gathering_is_none(collectives):
+    assert collectives["reductions"] + 1 == collectives["calls"] == 11
+    assert collectives["calls_after_gather"] == 11
+
+
+def test_values_of_different_lengths_are_gathered_in_the_order_of_the_ranks(collectives):
+    assert collectives["gathered"] == [[0, 0, [1, 0.1]], [1, 1000, [1, 0.1]]]
+    assert collectives["same_on_all"]
+
+
+def test_the_probe_of_a_rank_answers_without_disturbing_the_job(collectives):
+    aware, reason = collectives["gpu"]
+    assert isinstance(aware, bool)
+    assert reason
+    assert aware or "GPU" in reason or "cupy" in reason
+
+
+@pytest.fixture(scope="module")
+def solved():
+    done = _run_ranks("solve.py")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_one_rank_equals_two_ranks(solved):
+    # fp64: a different order of summing only. fp32: the same, 2^-24 each. What is rounded to 16 bits before or after
+    # the sum over ranks differs by single roundings of the margins or of the Gram blocks.
+    allowed = {"fp64": 1e-14, "fp32": 1e-6, "recipe": 1e-6, "paper": 1e-3, "fp16": 1e-5, "bf16-gram": 1e-3}
+    assert len(solved) == 23
+    for each in solved:
+        bound = allowed[each["case"][-1]]
+        assert each["difference"] <= bound, each
+        assert each["intercept_difference"] <= bound, each
+        assert each["intercepts_equal"], each
+
+
+def test_there_is_exactly_one_reduction_per_outer_step(solved):
+    for each in solved:
+        assert each["calls"] == each["reductions"] == each["outer_steps"], each
+
+
+def test_ranks_that_differ_are_named_to_every_rank():
+    done = _run_ranks("disagree.py", json.dumps({"s": 4, "rows": 999}))
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.strip().splitlines()
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert "rank 1 has rows=999 where the others have 1000" in told[0]
+    assert "rank 1 has s=4 where the others have 8" in told[0]
+
+
+def test_the_solver_names_what_ranks_differ_in_before_it_sends_anything():
+    differences = ["s", "batch_size", "seed", "policy", "rows", "targets"]
+    done = _run_ranks("solve_apart.py", *differences)
+    assert done.returncode == 0, done.stderr
+    for what, line in zip(differences, done.stdout.strip().splitlines(), strict=True):
+        assert line.startswith(f"{what}: the ranks do not agree; got: rank 1 has "), line
+        assert what in line.partition("got:")[2]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("call", ["sum", "gather", "barrier"])
+def test_a_silent_rank_ends_the_job_at_the_deadline_with_the_error_that_says_so(call):
+    deadline_s = 1.0
+    started_s = time.monotonic()
+    done = _run_ranks("lose_a_rank.py", "silent", call, str(deadline_s))
+    assert time.monotonic() - started_s < 30  # the silent rank sleeps for 120 s
+    assert done.returncode == 3
+    assert "not reached" not in done.stdout
+    assert "CommunicationError: rank 0 of 2 waited in vain in a " in done.stderr
+    assert "no answer for 1.0 s (deadline 1 s)" in done.stderr
+    assert _orphans("lose_a_rank.py") == []
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("options", [(), ("-disable-auto-cleanup",)])
+def test_a_killed_rank_ends_the_job_with_a_failure(options):
+    started_s = time.monotonic()
+    done = _run_ranks("lose_a_rank.py", "killed", "sum", "1.0", options=options)
+    assert time.monotonic() - started_s < 30
+    assert done.returncode != 0
+    assert "not reached" not in done.stdout
+    assert _orphans("lose_a_rank.py") == []

@@ -1,0 +1,263 @@
+"""The estimators: scikit-learn's own checks, defaults that converge, and ranks and s that change no result."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
+from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from precision_time.casgd.communicator import OneProcess
+from precision_time.casgd.errors import InputError, NotConvergedWarning, PrecisionWarning
+from precision_time.casgd.estimators import CASGDClassifier, CASGDPoissonRegressor, CASGDRegressor
+
+# scikit-learn's own SGD estimators fail these two as well.
+WEIGHTS_ARE_NOT_COPIES = "a weighted row and repeated rows fall into other batches, so the iterates differ"
+
+
+def expected_failures(estimator: Any) -> dict[str, str]:
+    return {
+        "check_sample_weight_equivalence_on_dense_data": WEIGHTS_ARE_NOT_COPIES,
+        "check_sample_weight_equivalence_on_sparse_data": WEIGHTS_ARE_NOT_COPIES,
+    }
+
+
+@parametrize_with_checks(
+    [CASGDClassifier(), CASGDRegressor(), CASGDPoissonRegressor()], expected_failed_checks=expected_failures
+)
+def test_it_is_a_scikit_learn_estimator(estimator: Any, check: Callable[[Any], None]) -> None:
+    check(estimator)
+
+
+@pytest.fixture(scope="module")
+def cancer() -> tuple[np.ndarray, np.ndarray]:
+    features, labels = load_breast_cancer(return_X_y=True)
+    return StandardScaler().fit_transform(features), labels
+
+
+@pytest.fixture(scope="module")
+def diabetes() -> tuple[np.ndarray, np.ndarray]:
+    features, targets = load_diabetes(return_X_y=True)
+    return StandardScaler().fit_transform(features), targets
+
+
+def penalised_loss(estimator: Any, kind: str, features: np.ndarray, targets: np.ndarray, alpha: float) -> float:
+    margins = features @ np.ravel(estimator.coef_) + float(np.ravel(estimator.intercept_)[0])
+    loss = {
+        "logistic": lambda: np.logaddexp(0, -(2 * targets - 1) * margins),
+        "squared": lambda: (margins - targets) ** 2 / 2,
+        "poisson": lambda: np.exp(margins) - targets * margins,
+    }[kind]()
+    return float(loss.mean() + alpha / 2 * np.square(estimator.coef_).sum())
+
+
+@pytest.mark.parametrize("batch_size", [8, 32, 128])
+@pytest.mark.parametrize(
+    ("ours", "best", "kind"),
+    [
+        (CASGDClassifier, lambda m: LogisticRegression(C=1 / (m * 1e-2), max_iter=1000), "logistic"),
+        (CASGDRegressor, lambda m: Ridge(alpha=m * 1e-2), "squared"),
+        (CASGDPoissonRegressor, lambda m: PoissonRegressor(alpha=1e-2, max_iter=1000), "poisson"),
+    ],
+)
+def test_defaults_come_within_3_percent_of_the_optimum_on_standardised_data(
+    ours: Any, best: Any, kind: str, batch_size: int, cancer: Any, diabetes: Any
+) -> None:
+    features, targets = cancer if kind == "logistic" else diabetes
+    targets = np.round(targets / 10) if kind == "poisson" else targets
+    found = ours(alpha=1e-2, batch_size=batch_size, random_state=0).fit(features, targets)
+    optimum = best(len(targets)).fit(features, targets)
+    loss = penalised_loss(found, kind, features, targets, 1e-2)
+    least = penalised_loss(optimum, kind, features, targets, 1e-2)
+    found.coef_, found.intercept_ = np.zeros_like(found.coef_), np.array([targets.mean()])
+    if kind != "squared":
+        share = targets.mean()
+        found.intercept_ = np.array([np.log(share / (1 - share)) if kind == "logistic" else np.log(share)])
+    to_explain = penalised_loss(found, kind, features, targets, 1e-2) - least
+    assert loss - least < 0.03 * to_explain
+
+
+def test_s_changes_no_result(cancer: Any) -> None:
+    plain, unrolled = (
+        CASGDClassifier(s=s, precision="fp64", max_iter=3, tol=None, random_state=1).fit(*cancer) for s in (1, 8)
+    )
+    np.testing.assert_allclose(unrolled.coef_, plain.coef_, rtol=1e-11, atol=1e-13)
+    assert unrolled.reductions_ < plain.reductions_ / 5
+    assert (unrolled.s_, plain.s_) == (8, 1)
+
+
+def test_auto_is_plain_sgd_on_one_process_without_asking_the_planner(cancer: Any) -> None:
+    fitted = CASGDClassifier(precision="fp32", max_iter=2, tol=None, random_state=0).fit(*cancer)
+    assert fitted.s_ == 1
+    assert fitted.plan_ is None
+
+
+def test_partial_fits_are_the_epochs_of_one_fit(diabetes: Any) -> None:
+    whole = CASGDRegressor(precision="fp64", max_iter=3, tol=None, random_state=2).fit(*diabetes)
+    parts = CASGDRegressor(precision="fp64", random_state=2)
+    for _ in range(3):
+        parts.partial_fit(*diabetes)
+    np.testing.assert_allclose(parts.coef_, whole.coef_, rtol=1e-12)
+    assert parts.loss_curve_ == pytest.approx(whole.loss_curve_, rel=1e-12)
+    assert (parts.n_iter_, parts.t_) == (whole.n_iter_, whole.t_) == (3, 42)
+
+
+def test_partial_fit_wants_all_classes_at_first(cancer: Any) -> None:
+    features, labels = cancer
+    with pytest.raises(InputError, match="classes must be passed on the first call"):
+        CASGDClassifier().partial_fit(features, labels)
+    fitted = CASGDClassifier(random_state=0).partial_fit(features, labels, classes=[0, 1])
+    with pytest.raises(InputError, match="class that the first call did not name"):
+        fitted.partial_fit(features, labels + 1)
+
+
+def test_a_warm_start_goes_on_from_the_last_result(diabetes: Any) -> None:
+    warm = CASGDRegressor(warm_start=True, precision="fp32", max_iter=5, tol=None, random_state=0).fit(*diabetes)
+    first = warm.loss_curve_[0]
+    assert warm.fit(*diabetes).loss_curve_[0] < first
+    cold = clone(warm).set_params(warm_start=False)
+    assert cold.fit(*diabetes).fit(*diabetes).loss_curve_[0] == first
+
+
+def test_several_classes_are_each_against_the_rest() -> None:
+    features, labels = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[labels]
+    model = make_pipeline(StandardScaler(), CASGDClassifier(random_state=0, max_iter=400)).fit(features, names)
+    fitted = model[-1]
+    assert fitted.coef_.shape == (3, 4)
+    assert len(fitted.loss_curve_) == 3
+    assert model.score(features, names) > 0.9
+    probability = model.predict_proba(features)
+    np.testing.assert_allclose(probability.sum(axis=1), 1)
+    assert (fitted.classes_[probability.argmax(axis=1)] == model.predict(features)).all()
+
+
+def test_sparse_and_dense_features_give_the_same_model(cancer: Any) -> None:
+    features, labels = cancer
+    features = np.where(np.abs(features) > 1, features, 0)
+    dense, sparse = (
+        CASGDClassifier(precision="fp64", max_iter=3, tol=None, random_state=0).fit(given, labels)
+        for given in (features, csr_array(features))
+    )
+    np.testing.assert_allclose(sparse.coef_, dense.coef_, rtol=1e-11)
+    np.testing.assert_allclose(sparse.predict_proba(csr_array(features)), dense.predict_proba(features), rtol=1e-11)
+
+
+def test_double_data_is_rounded_once(diabetes: Any) -> None:
+    """1 + 2^-8 + 2^-30 is just above the middle of two BF16 numbers; by way of float32 it would become the middle."""
+    features = np.array([[1 + 2.0**-8 + 2.0**-30], [0.0]] * 8)
+    steps: dict[str, Any] = {"eta0": 0.5, "learning_rate": "constant", "max_iter": 1, "tol": None, "batch_size": 16}
+    fitted = CASGDRegressor(precision="recipe", alpha=0, fit_intercept=False, **steps)
+    with pytest.warns(PrecisionWarning):  # one column that fits exactly
+        fitted.fit(features, np.array([1.0, 0.0] * 8))
+    assert fitted.coef_[0] == 0.25 * (1 + 2.0**-7)
+
+
+@pytest.mark.parametrize("column_block", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_two_ranks_find_what_one_finds_and_both_know_all_of_it(
+    column_block: bool, sparse: bool, cancer: Any, ranks: Any
+) -> None:
+    features, labels = cancer
+    settings: dict[str, Any] = {"precision": "fp64", "s": 4, "max_iter": 3, "tol": None, "random_state": 0}
+    alone = CASGDClassifier(**settings).fit(features, labels)
+
+    def work(comm: Any) -> Any:
+        own = features[:, slice(0, 11) if comm.rank == 0 else slice(11, 30)] if column_block else features
+        given = csr_array(own) if sparse else own
+        fitted = CASGDClassifier(**settings, comm=comm, column_block=column_block).fit(given, labels)
+        return fitted, fitted.predict_proba(given)
+
+    for fitted, probability in ranks(work, 2):
+        np.testing.assert_allclose(fitted.coef_, alone.coef_, rtol=1e-10)
+        np.testing.assert_allclose(probability, alone.predict_proba(features), rtol=1e-10)
+        assert fitted.reductions_ == alone.reductions_
+        assert fitted.eta0_ == pytest.approx(alone.eta0_, rel=1e-12)
+
+
+def test_the_guard_chooses_the_same_on_every_rank(cancer: Any, ranks: Any) -> None:
+    alone = CASGDClassifier(random_state=0).fit(*cancer)
+    for fitted in ranks(lambda comm: CASGDClassifier(random_state=0, s=2, comm=comm).fit(*cancer), 2):
+        assert fitted.precision_ == alone.precision_
+        assert fitted.verdict_.predicted_excess == pytest.approx(alone.verdict_.predicted_excess, rel=1e-6)
+
+
+def test_several_ranks_ask_the_planner_for_s(diabetes: Any, ranks: Any) -> None:
+    def work(comm: Any) -> Any:
+        return CASGDRegressor(precision="fp32", max_iter=2, tol=None, random_state=0, comm=comm).fit(*diabetes)
+
+    first, second = ranks(work, 2)
+    assert first.s_ == first.plan_.s == second.s_
+    assert first.plan_.seconds_per_epoch > 0
+
+
+def test_ranks_without_a_seed_share_rank_0s(diabetes: Any, ranks: Any) -> None:
+    def work(comm: Any) -> Any:
+        return CASGDRegressor(comm=comm, s=1, precision="fp32", max_iter=2, tol=None).fit(*diabetes)
+
+    first, second = ranks(work, 2)
+    np.testing.assert_array_equal(first.coef_, second.coef_)
+
+
+def test_a_rank_called_differently_is_named(diabetes: Any, ranks: Any) -> None:
+    with pytest.raises(InputError, match="rank 1 has batch_size"):
+        ranks(lambda comm: CASGDRegressor(comm=comm, batch_size=16 + comm.rank).fit(*diabetes), 2)
+
+
+def test_bad_data_on_one_rank_end_the_others_at_once(diabetes: Any, ranks: Any) -> None:
+    features, targets = diabetes
+
+    def work(comm: Any) -> Any:
+        own = features[:, :5].copy() if comm.rank == 0 else features[:, 5:]
+        own[3, 0] = np.nan if comm.rank == 0 else own[3, 0]
+        with pytest.raises(InputError, match="NaN in row 3, column 0") as caught:
+            CASGDRegressor(comm=comm, column_block=True).fit(own, targets)
+        return str(caught.value)
+
+    first, second = ranks(work, 2)
+    assert second.startswith("rank 0 cannot go on")
+    assert not first.startswith("rank")
+
+
+def test_a_copy_works_with_the_same_ranks() -> None:
+    comm = OneProcess()
+    assert clone(CASGDRegressor(comm=comm, alpha=0.5)).get_params() == CASGDRegressor(comm=comm, alpha=0.5).get_params()
+
+
+def test_the_guard_leaves_easy_data_in_bf16_and_falls_back_on_nearly_exact_data(cancer: Any) -> None:
+    easy = CASGDClassifier(random_state=0).fit(*cancer)
+    assert easy.precision_.name == "recipe"
+    features = np.random.default_rng(0).normal(size=(2000, 32))
+    targets = features @ np.ones(32) + 1e-3 * np.random.default_rng(1).normal(size=2000)
+    with pytest.warns(PrecisionWarning):
+        hard = CASGDRegressor(random_state=0, max_iter=20, tol=None).fit(features, targets)
+    assert hard.precision_.name in ("fp16", "fp32")
+    with pytest.warns(PrecisionWarning):
+        kept = CASGDRegressor(random_state=0, max_iter=2, tol=None, precision="recipe").fit(features, targets)
+    assert kept.precision_.name == "recipe"
+
+
+def test_too_few_epochs_are_told(diabetes: Any) -> None:
+    with pytest.warns(NotConvergedWarning, match="max_iter=2"):
+        CASGDRegressor(max_iter=2, random_state=0).fit(*diabetes)
+
+
+def test_a_fitted_estimator_survives_pickling_and_tells_its_times(cancer: Any) -> None:
+    features, labels = cancer
+    fitted = CASGDClassifier(precision="fp32", max_iter=2, tol=None, random_state=0).fit(features, labels)
+    again = pickle.loads(pickle.dumps(fitted))
+    np.testing.assert_array_equal(again.predict(features), fitted.predict(features))
+    assert set(fitted.timings_) == {"gather", "gram", "communicate", "recurrence", "update"}
+    assert sum(fitted.timings_.values()) > 0
+
+
+def test_verbose_prints_a_line(diabetes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    CASGDRegressor(precision="fp32", max_iter=2, tol=None, random_state=0, verbose=1).fit(*diabetes)
+    assert "2 epochs, loss" in capsys.readouterr().out

@@ -1,0 +1,272 @@
+"""The planner on emulated networks (a busy wait a sum) and on costs made up by hand."""
+
+import itertools
+import math
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from precision_time.casgd.ca_sgd import run_ca_sgd
+from precision_time.casgd.comm import DelayedCommunicator, OneProcess
+from precision_time.casgd.costs import Sample, fit_costs, fit_nonnegative
+from precision_time.casgd.errors import InputError
+from precision_time.casgd.objectives import LOGISTIC
+from precision_time.casgd.plan import plan
+from precision_time.casgd.precision import POLICIES
+from precision_time.casgd.problem import PARTS, Options, Problem
+from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.sgd import run_sgd
+
+DELAY_S = 50e-6
+
+
+def make_problem(m: int = 8192, n: int = 28) -> Problem:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((m, n)).astype(np.float32)
+    return Problem(features=x, targets=np.where(x.sum(axis=1) > 0, 1.0, -1.0), objective=LOGISTIC, l2=1e-4)
+
+
+def make_options(**changed: Any) -> Options:
+    return Options(**{"batch_size": 16, "epochs": 1, "schedule": Schedule(eta0=1e-3), **changed})
+
+
+def emulated(delay_s: float = DELAY_S) -> DelayedCommunicator:
+    return DelayedCommunicator(OneProcess(), delay_s)
+
+
+def made_samples(parts_of, *, sizes=((1, 16), (2, 16), (4, 16), (8, 16), (32, 16), (1, 4), (4, 4), (16, 4), (4, 32))):
+    """Samples whose seconds a part of an outer step are ``parts_of(s, b)``, for 28 columns on two ranks."""
+    for s, b in sizes:
+        parts = {part: seconds / s for part, seconds in parts_of(s, b).items()}
+        total = sum(parts.values())
+        yield Sample(
+            objective="logistic",
+            policy="fp32",
+            rows=8192,
+            features=28,
+            columns=28,
+            density=1.0,
+            ranks=2,
+            s=s,
+            batch_size=b,
+            outer_steps=20,
+            step_s=total,
+            usual_step_s=total,
+            parts_s=parts,
+        )
+
+
+def test_emulated_latency_is_hidden_four_times_over_and_s_is_within_a_tenth_of_the_best():
+    """Emulation: one process, and a deterministic busy wait of 50 us a sum.
+
+    Least wall times over interleaved rounds; rounds are added, up to a limit, while what else runs on the machine
+    hides the answer, since more rounds only bring a least time closer to that of an idle machine.
+    """
+    problem, options = make_problem(), make_options()
+    made = plan(problem, options, comm=emulated())
+    candidates = [1, 2, 4, 8, 16, 32]
+    assert made.s in (8, 16, 32)
+    least = dict.fromkeys([*candidates, "sgd"], math.inf)
+
+    def timed(key: Any) -> None:
+        began = time.perf_counter()
+        if key == "sgd":
+            run_sgd(problem, options, comm=emulated())
+        else:
+            run_ca_sgd(problem, replace(options, s=key), comm=emulated())
+        least[key] = min(least[key], time.perf_counter() - began)
+
+    def holds() -> bool:
+        return least[made.s] <= 1.10 * min(least[s] for s in candidates) and least["sgd"] >= 4 * least[made.s]
+
+    for done in itertools.count(1):
+        for key in least:
+            timed(key)
+        if (done >= 3 and holds()) or done == 40:
+            break
+    assert least[made.s] <= 1.10 * min(least[s] for s in candidates), least
+    assert least["sgd"] >= 4 * least[made.s], least
+
+
+def test_the_plan_finds_the_latency_that_was_put_in():
+    made = plan(make_problem(4096), make_options(), comm=emulated(200e-6), largest_s=16)
+    # A busy wait is never short; what else a sum costs is a few microseconds, or more on a busy machine.
+    assert made.alpha_s >= 200e-6
+    assert made.s == 16
+    assert made.speedup > 4
+    assert 0 < made.low_s <= made.seconds_per_epoch <= made.high_s
+    assert made.seconds_per_epoch >= made.steps_per_epoch * 200e-6 / 16
+    assert made.steps_per_epoch == 256
+    assert len(made.samples) <= 13
+    assert all(set(one.parts_s) == set(PARTS) for one in made.samples)
+    assert any("AllReduce" in reason for reason in made.reasons)
+
+
+@pytest.mark.parametrize("comm", [None, OneProcess()])
+def test_one_process_runs_plain_sgd(comm):
+    made = plan(make_problem(512), make_options(batch_size=32), comm=comm)
+    assert (made.s, made.speedup, made.best_s) == (1, 1.0, 1.0)
+    assert {one.s for one in made.samples} == {1}
+    assert made.steps_per_epoch == 16
+    assert "one process" in made.reasons[0]
+
+
+def test_the_plan_is_json_and_leaves_the_options_policy_alone():
+    import json
+
+    made = plan(make_problem(256, 4), make_options(policy=POLICIES["recipe"]))
+    told = json.loads(json.dumps(made.to_dict()))
+    assert told["policy"] == made.policy.name == "recipe"
+    assert len(told["samples"]) == len(made.samples)
+    assert told["samples"][0]["parts_s"].keys() == set(PARTS)
+
+
+def test_the_guard_is_asked_when_told_what_to_do_on_risk():
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((512, 8))
+    w = rng.standard_normal(8) * 3
+    from precision_time.casgd.objectives import SQUARED
+
+    problem = Problem(features=x, targets=x @ w + 1e-3 * rng.standard_normal(512), objective=SQUARED)
+    made = plan(problem, make_options(policy=POLICIES["recipe"]), on_risk="fallback")
+    assert made.policy.x_storage in ("fp16", "fp32")
+    assert "instead of recipe" in made.reasons[0]
+
+
+class StagedCommunicator(DelayedCommunicator):
+    """A sum costs ten times as much above 300 words: what no line in the bytes can follow."""
+
+    def sum(self, buffer: np.ndarray) -> None:
+        self.delay_s = 2e-3 if buffer.size > 300 else 2e-4
+        super().sum(buffer)
+
+
+def test_costs_that_miss_the_probes_choose_nothing():
+    made = plan(make_problem(1024), make_options(), comm=StagedCommunicator(OneProcess(), 0.0), largest_s=8)
+    fastest = min((one for one in made.samples if one.batch_size == 16), key=lambda one: one.usual_step_s)
+    assert made.error > 0.15
+    assert made.s in (1, fastest.s)
+    assert any("fastest probe" in reason for reason in made.reasons)
+    assert made.seconds_per_epoch == pytest.approx(64 * fastest.usual_step_s, rel=0.06)
+
+
+def test_memory_limits_s():
+    made = plan(make_problem(2048), make_options(), comm=emulated(1e-3), memory_bytes=2 * 4 * (4 * 16) ** 2)
+    assert made.s == 4
+
+
+def test_a_block_is_not_longer_than_an_epoch():
+    made = plan(make_problem(40), make_options(), comm=emulated(1e-3))
+    assert made.s <= 2
+
+
+def test_tiny_data_and_a_batch_of_all_rows():
+    made = plan(make_problem(7, 3), make_options(batch_size=100), comm=emulated())
+    assert (made.s, made.steps_per_epoch, made.batch_size) == (1, 1, 7)
+
+
+@pytest.mark.parametrize("wrong", [{"largest_s": 0}, {"outer_steps": 0}, {"level": 1.0}])
+def test_limits_out_of_range_are_named(wrong):
+    with pytest.raises(InputError):
+        plan(make_problem(64, 3), make_options(), **wrong)
+
+
+def parts_of(s: int, b: int) -> dict[str, float]:
+    return {
+        "gather": 2e-6 + 1e-9 * s * b * 28,
+        "gram": 1.5e-6 * (s - 1) + 2e-11 * b * b * s * (s - 1) * 28,
+        "communicate": 50e-6 + 1e-9 * 4 * (b * b * s * (s - 1) / 2 + s * b),
+        "recurrence": 4e-6 * s + 1e-8 * s * b + 3e-10 * b * b * s * (s - 1),
+        "update": 1e-6 + 5e-10 * s * b * 28,
+    }
+
+
+def test_a_fit_returns_the_costs_that_made_the_samples():
+    costs = fit_costs(list(made_samples(parts_of)))
+    assert costs.alpha_s == pytest.approx(50e-6, rel=1e-6)
+    assert costs.beta_s_per_byte == pytest.approx(1e-9, rel=1e-6)
+    assert costs.gamma_s_per_flop == pytest.approx(2e-11, rel=1e-6)
+    assert costs.step_s == pytest.approx(4e-6, rel=1e-6)
+    for s, b in ((16, 16), (64, 8)):
+        expected = sum(parts_of(s, b).values()) / s
+        assert costs.predict_step_s(s, b, stored_columns=28) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_unrounded_optimum_is_where_the_prediction_is_least():
+    costs = fit_costs(list(made_samples(parts_of)))
+    least = min(range(2, 200), key=lambda s: costs.predict_step_s(s, 16, stored_columns=28))
+    assert costs.best_s(16, stored_columns=28) == pytest.approx(least, abs=0.51)
+
+
+def test_least_squares_keep_signs_and_match_scipy():
+    from scipy.optimize import nnls
+
+    rng = np.random.default_rng(5)
+    for _ in range(30):
+        design, target = rng.standard_normal((12, 4)), rng.standard_normal(12)
+        found = fit_nonnegative(design, target)
+        assert (found >= 0).all()
+        np.testing.assert_allclose(found, nnls(design, target)[0], atol=1e-10)
+
+
+def test_nothing_can_be_fitted_to_no_samples():
+    with pytest.raises(InputError, match="nothing to fit"):
+        fit_costs([])
+
+
+class PairedRanks:
+    """Two ranks in threads: what one brings to a sum or a gathering, both get."""
+
+    def __init__(self) -> None:
+        self._barrier, self._brought = threading.Barrier(2), [None, None]
+
+    def rank(self, rank: int) -> Any:
+        pair = self
+
+        class Rank:
+            size, reductions = 2, 0
+
+            def gather(self, value: Any) -> list[Any]:
+                pair._brought[rank] = value
+                pair._barrier.wait(timeout=30)
+                found = list(pair._brought)
+                pair._barrier.wait(timeout=30)
+                return found
+
+            def sum(self, buffer: np.ndarray) -> None:
+                self.reductions += 1
+                buffer[...] = np.sum(self.gather(buffer.copy()), axis=0)
+
+            def start_sum(self, buffer: np.ndarray) -> Any:
+                raise NotImplementedError
+
+            def barrier(self) -> None:
+                self.gather(None)
+
+            def abort(self, message: str) -> None:
+                raise RuntimeError(message)
+
+        Rank.rank = rank
+        return Rank()
+
+
+def test_ranks_with_different_columns_plan_alike():
+    problem, pair, found = make_problem(1024, 9), PairedRanks(), {}
+
+    def work(rank: int) -> None:
+        columns = slice(0, 7) if rank else slice(7, 9)
+        part = replace(problem, features=np.ascontiguousarray(problem.features[:, columns]))
+        found[rank] = plan(part, make_options(), comm=pair.rank(rank), largest_s=8, budget_s=0.5, outer_steps=4)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found[0].to_dict() == found[1].to_dict()
+    assert (found[0].samples[0].columns, found[0].samples[0].features) == (7, 9)
+    assert found[0].samples[0].ranks == 2
