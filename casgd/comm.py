@@ -37,6 +37,9 @@ __all__ = [
     "find_communicator",
 ]
 
+#: How long the last words of a rank may take to reach the terminal.
+WORDS_S = 0.5
+
 _SPIN_S = 0.002  # a wait shorter than this is polled without giving up the core: it is the case that is timed
 
 
@@ -159,6 +162,8 @@ class MpiCommunicator:
 
     def abort(self, message: str) -> NoReturn:
         say(f"rank {self.rank}: {message}")
+        # What was written last travels through mpiexec, which ends at once.
+        time.sleep(WORDS_S)
         self._comm.Abort(ABORT_STATUS)
         os._exit(ABORT_STATUS)  # Abort does not return in MPICH and Open MPI; the standard asks only for its best
 
