@@ -412,3 +412,8 @@ def test_a_real_campaign_is_recorded_resumed_and_shown(tmp_path: Path) -> None:
         ]:  # fmt: skip
             (artifact, *_) = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
             assert artifact.type == kind
+
+
+def test_ranks_cannot_be_spread_over_hosts_on_one_machine(tmp_path: Path, probe: Probe) -> None:
+    with pytest.raises(InputError, match="gpus_per_node"):
+        plan_campaign(make_spec(tmp_path, gpus=[2], gpus_per_node=1, cluster="local"), probe=probe)

@@ -342,3 +342,8 @@ def test_the_campaigns_that_come_along_are_sound() -> None:
     grids = {path.name: read_campaign(path).cells() for path in sorted(folder.glob("*.yaml"))}
     assert len(grids["paper-grid.yaml"]) == 4 * 4 * 7 * 3
     assert {cell.nodes for cell in grids["paper-grid.yaml"] if cell.world_size == 64} == {8}
+
+
+def test_what_is_no_strategy_is_refused_with_those_there_are() -> None:
+    with pytest.raises((InputError, ValidationError), match="fsdp"):
+        make_spec(strategies=["foo"])

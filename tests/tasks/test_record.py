@@ -225,3 +225,12 @@ def test_rows_of_another_environment_or_option_are_not_mixed_in(dataset, receipt
     rows = make_fragment_rows(fragment_path_of(receipt, 1).parent, 1)
     write_fragment(fragment_path_of(receipt, 1), [replace(row, **change) for row in rows])
     assert_refused_as_corrupt(dataset, receipt, said)
+
+
+def test_another_network_under_a_recorded_name_fails_and_keeps_the_card(dataset, receipt):
+    dataset.write_card("workloads", str(CARD["name"]), CARD | {"params": 7})
+    outcome = record_cell(dataset, receipt)
+    assert (outcome.status, outcome.cause) == ("failed", "model changed")
+    assert "params 7 -> " in outcome.message
+    assert dataset.read_cards("workloads") == [CARD | {"params": 7}]
+    assert dataset.recorded_cells() == set()
