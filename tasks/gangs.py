@@ -20,7 +20,10 @@ from distributed.protocol.serialize import Serialized, deserialize
 from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
 from precision_time.tasks.rank_process import end_ranks
 
-__all__ = ["GangLease", "GangPlugin", "choose_workers", "count_running", "gang_state", "install_gangs", "lease_workers"]
+__all__ = [
+    "GangLease", "GangPlugin", "check_connected", "choose_workers", "count_running", "gang_state", "install_gangs",
+    "lease_workers",
+]  # fmt: skip
 
 PLUGIN_NAME = "precision-time-gangs"
 
@@ -330,10 +333,17 @@ def gang_state(client: Client) -> dict[str, Any]:
 
 def install_gangs(client: Client) -> None:
     """Let the scheduler know the plugin; it keeps the one that it has."""
+    check_connected(client)
     try:
         client.register_plugin(GangPlugin(), name=PLUGIN_NAME)
     except (OSError, TimeoutError, RuntimeError) as error:
         raise _lost(error) from error
+
+
+def check_connected(client: Client) -> None:
+    """Raise ``ClusterLostError`` for a client that has given up its scheduler: Dask then fails in many words."""
+    if client.scheduler is None or client.status in ("closing", "closed"):
+        raise _lost("the connection is closed")
 
 
 def _wait_for(
@@ -379,6 +389,7 @@ def _impossible(workers: Sequence[str], *, count: int, hosts: int | None, grace_
 
 def _ask(client: Client, operation: str, **values: Any) -> Any:
     """One call of a handler of the plugin; raises ``ClusterLostError`` when no answer comes."""
+    check_connected(client)
     try:
         answer = client.sync(
             getattr(client.scheduler, operation), callback_timeout=values.get("wait_s", 0.0) + ANSWER_S, **values

@@ -14,7 +14,7 @@ from distributed import Client, Future, wait
 
 from precision_time.storage.errors import ClusterLostError, InputError, PrecisionTimeError, StorageError
 from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.gangs import GangLease, lease_workers
+from precision_time.tasks.gangs import GangLease, check_connected, lease_workers
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
 from precision_time.tasks.rank_process import RankReport, end_ranks, run_rank, visible_devices
 from precision_time.tasks.ranks import card_path
@@ -82,10 +82,17 @@ def profile_cell(
     refused = refuse_unstarted(cell, attempt=attempt, environment=environment)
     if refused is not None:
         return refused
-    with lease_workers(client, cell.world_size, hosts=cell.nodes) as lease:
-        return _profile_on(
-            lease, cell, attempt=attempt, environment=environment, limits=limits, client=client, scratch=scratch
-        )
+    try:
+        with lease_workers(client, cell.world_size, hosts=cell.nodes) as lease:
+            return _profile_on(
+                lease, cell, attempt=attempt, environment=environment, limits=limits, client=client, scratch=scratch
+            )
+    except PrecisionTimeError:
+        raise
+    except Exception:
+        # A scheduler that is gone cancels what waits on it: that is no fault of the cell.
+        check_connected(client)
+        raise
 
 
 def _profile_on(
@@ -124,6 +131,7 @@ def _profile_on(
     except PrecisionTimeError:
         raise
     except (OSError, TimeoutError) as error:
+        check_connected(client)
         failure, reports = _lost(f"{type(error).__name__}: {error}"), []
     duration_s = time.monotonic() - began
     host = reports[0]["host"] if reports else socket.gethostname()

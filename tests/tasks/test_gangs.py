@@ -6,12 +6,13 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from distributed import Client, Event, LocalCluster, SpecCluster, Worker
 from distributed.scheduler import Scheduler
 
-from precision_time.storage.errors import InputError, NoWorkersError
+from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
 from precision_time.tasks import gangs
 from precision_time.tasks.gangs import choose_workers, gang_state, lease_workers
 
@@ -284,3 +285,10 @@ def test_hosts_are_asked_for_by_address() -> None:
 def test_what_is_no_gang_is_refused_at_once(count: int, hosts: int | None) -> None:
     with pytest.raises(InputError, match="no such gang"), contextlib.ExitStack() as stack:
         stack.enter_context(lease_workers(None, count, hosts=hosts))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("scheduler", "status"), [(None, "running"), (object(), "closed")])
+def test_a_client_that_gave_its_scheduler_up_says_so_and_not_what_dask_tripped_over(scheduler, status) -> None:
+    client = SimpleNamespace(scheduler=scheduler, status=status, id="c")
+    with pytest.raises(ClusterLostError, match="gone"), lease_workers(client, 1):
+        pass
