@@ -49,37 +49,20 @@ def run_ca_sgd(
         InputError: data, options or ranks that do not fit together, or iterates that diverge.
         CommunicationError: a rank that is gone.
     """
+    begin: dict[str, Any] = {
+        "comm": comm,
+        "weights": weights,
+        "intercept": intercept,
+        "first_step": first_step,
+        "first_epoch": first_epoch,
+    }
     if options.s == 1:
-        return run_sgd(
-            problem,
-            options,
-            comm=comm,
-            weights=weights,
-            intercept=intercept,
-            first_step=first_step,
-            first_epoch=first_epoch,
-        )
+        return run_sgd(problem, options, **begin)
     if library_of(problem.features) == "cupy":
         from precision_time.casgd.gpu import run_ca_sgd as run_on_gpu
 
-        return run_on_gpu(
-            problem,
-            options,
-            comm=comm,
-            weights=weights,
-            intercept=intercept,
-            first_step=first_step,
-            first_epoch=first_epoch,
-        )
-    run = Run(
-        problem,
-        options,
-        comm=comm,
-        weights=weights,
-        intercept=intercept,
-        first_step=first_step,
-        first_epoch=first_epoch,
-    )
+        return run_on_gpu(problem, options, **begin)
+    run = Run(problem, options, **begin)
     solver = _OuterSteps(run)
     for epoch in run.epochs():
         solver.pass_over(epoch)

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -45,7 +46,7 @@ __all__ = ["ColumnEstimator"]
 _RATES = ("optimal", "invscaling", "constant")
 
 
-class ColumnEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
+class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
     """What the three estimators share; PARAMETERS below are those of each.
 
     Parameters
@@ -158,9 +159,9 @@ class ColumnEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ship
 
     # What differs between a classifier and a regressor.
 
+    @abstractmethod
     def _read_targets(self, y: np.ndarray, *, again: bool, partial: bool, classes: Any) -> list[np.ndarray]:
         """One vector of targets for each model to train."""
-        raise NotImplementedError
 
     def _train(
         self, X: Any, y: Any, sample_weight: Any, *, again: bool, epochs: int | None, classes: Any = None

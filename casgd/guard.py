@@ -96,6 +96,7 @@ class Verdict:
 
     policy: to train with. requested: what was asked for.
     warnings: why ``requested`` is a risk, then advice on the data and the step; empty when nothing was found.
+    step_warning: the one of ``warnings`` that says that the first step is above the stability limit; else empty.
     predicted_excess: of ``policy``, as a share of the loss; zero for a policy without anything below fp32.
     requested_excess: the same of ``requested``.
     step_deviation: how far the loss of a single run may lie from that of FP32 because the last step is not small, as a
@@ -108,6 +109,7 @@ class Verdict:
     policy: PrecisionPolicy
     requested: PrecisionPolicy
     warnings: tuple[str, ...] = ()
+    step_warning: str = ""
     predicted_excess: float = 0.0
     requested_excess: float = 0.0
     step_deviation: float = 0.0
@@ -254,9 +256,12 @@ class _Findings:
                 f"uncentred features: a mean is {columns.largest_offset:.0f} deviations away from 0; "
                 "standardise before rounding"
             )
-        if self.first_step > 1:
-            found.append(f"the first step is {self.first_step:.2g} of the stability limit: the run may diverge")
         return found
+
+    def step_warning(self) -> str:
+        if self.first_step <= 1 or math.isnan(self.first_step):
+            return ""
+        return f"the first step is {self.first_step:.2g} of the stability limit: the run may diverge"
 
 
 def _sharpness(gram: np.ndarray, curvature: np.ndarray, batch_size: int) -> float:
@@ -385,10 +390,17 @@ def choose_policy(
         # Ranks on different processors may differ in the last bit of a number that sits on a limit.
         level = max(ranks.gather(level))
     chosen = candidates[level]
+    step_warning = seen.step_warning()
     return Verdict(
         policy=chosen,
         requested=policy,
-        warnings=(*risks[0], *(risks[level] if level else ()), *seen.advice()),
+        warnings=(
+            *risks[0],
+            *(risks[level] if level else ()),
+            *seen.advice(),
+            *([step_warning] if step_warning else []),
+        ),
+        step_warning=step_warning,
         predicted_excess=seen.excess(chosen),
         requested_excess=seen.excess(policy),
         step_deviation=seen.deviation(chosen),

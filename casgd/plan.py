@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -85,7 +85,7 @@ def plan(
     options: Options,
     *,
     comm: Any = None,
-    on_risk: str | None = None,
+    on_risk: Literal["fallback", "warn", "raise"] | None = None,
     largest_s: int = 64,
     memory_bytes: int = 2**28,
     outer_steps: int = 20,
@@ -123,7 +123,7 @@ def plan(
     )
     reasons: list[str] = []
     if on_risk is not None:
-        verdict = choose_policy(problem, options, comm=communicator, on_risk=on_risk)  # type: ignore[arg-type]
+        verdict = choose_policy(problem, options, comm=communicator, on_risk=on_risk)
         if verdict.policy != options.policy:
             reasons.append(f"policy {verdict.policy.name} instead of {options.policy.name}: {verdict.warnings[0]}")
         options = dataclasses.replace(options, policy=verdict.policy)

@@ -228,27 +228,18 @@ def run_sgd(
         InputError: data, options or ranks that do not fit together, or iterates that diverge.
         CommunicationError: a rank that is gone.
     """
+    begin: dict[str, Any] = {
+        "comm": comm,
+        "weights": weights,
+        "intercept": intercept,
+        "first_step": first_step,
+        "first_epoch": first_epoch,
+    }
     if library_of(problem.features) == "cupy":
         from precision_time.casgd.gpu import run_sgd as run_sgd_on_gpu
 
-        return run_sgd_on_gpu(
-            problem,
-            options,
-            comm=comm,
-            weights=weights,
-            intercept=intercept,
-            first_step=first_step,
-            first_epoch=first_epoch,
-        )
-    run = Run(
-        problem,
-        options,
-        comm=comm,
-        weights=weights,
-        intercept=intercept,
-        first_step=first_step,
-        first_epoch=first_epoch,
-    )
+        return run_sgd_on_gpu(problem, options, **begin)
+    run = Run(problem, options, **begin)
     for epoch in run.epochs():
         _pass_over(run, epoch)
     return run.finish()

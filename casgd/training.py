@@ -206,7 +206,7 @@ def choose_precision(
     for problem in problems:
         verdict = choose_policy(problem, replace(options, policy=policy), comm=comm, on_risk=risk)
         for text in verdict.warnings:
-            if not (own_steps and text.startswith("the first step is")):
+            if not (own_steps and text == verdict.step_warning):
                 warned[text] = None
         if worst is None or ROUNDOFF[verdict.policy.x_storage] < ROUNDOFF[worst.policy.x_storage]:
             worst = verdict

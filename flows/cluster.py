@@ -24,7 +24,7 @@ from precision_time.storage.errors import (
     PrecisionTimeError,
     StorageError,
 )
-from precision_time.tasks.gangs import install_gangs, lease_workers
+from precision_time.tasks.leases import install_gangs, lease_workers
 from precision_time.tasks.probe import ProbeReport, probe_device
 from precision_time.tasks.rank_process import visible_devices
 

@@ -1,38 +1,26 @@
-"""Gangs of whole Dask workers: a scheduler plugin that leases them all or nothing, and the client's side of a lease."""
+"""Gangs of whole Dask workers: the scheduler plugin that leases them, all or nothing, first come first served."""
 
 import asyncio
 import contextlib
 import itertools
 import time
-import uuid
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from distributed import Client
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialized, deserialize
 
-from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
 from precision_time.tasks.rank_process import end_ranks
 
-__all__ = [
-    "GangLease", "GangPlugin", "check_connected", "choose_workers", "count_running", "gang_state", "install_gangs",
-    "lease_workers",
-]  # fmt: skip
+__all__ = ["PLUGIN_NAME", "GangPlugin", "choose_workers", "count_running"]
 
 PLUGIN_NAME = "precision-time-gangs"
 
-#: A nanny brings a killed worker back within seconds, under a new address: until then a gang only seems impossible.
-GRACE_S = 30.0
-#: How long one call of a waiting client stays with the scheduler; it then asks again, so no queue entry outlives it.
-CALL_S = 1.0
-#: Beyond that, how long the answer may take before the scheduler counts as gone.
-ANSWER_S = 30.0
 SWEEP_TIMEOUT_S = 10.0
 SWEEP_EVERY_S = 0.2
 #: Identities of released leases that are remembered, so that a request overtaken by its own release is not granted.
@@ -264,148 +252,3 @@ class GangPlugin(SchedulerPlugin):
         result = answer["result"]
         # The scheduler passes results on unread.
         return int(deserialize(result.header, result.frames) if isinstance(result, Serialized) else result)
-
-
-class GangLease:
-    """The workers of a granted gang, rank by rank."""
-
-    def __init__(self, client: Client, identity: str, workers: Sequence[str]) -> None:
-        self.workers = tuple(workers)
-        self.identity = identity
-        self._client = client
-        self._is_clean = False
-
-    def lost_workers(self) -> list[str]:
-        """Those of the workers that have died since; all of them when the lease itself is gone.
-
-        Raises ``ClusterLostError`` when the scheduler does not answer.
-        """
-        answer = _ask(self._client, "gang_check", lease=self.identity)
-        return list(answer["lost"]) if answer["held"] else list(self.workers)
-
-    def is_lost(self) -> bool:
-        """Whether a worker of the gang has died."""
-        return bool(self.lost_workers())
-
-    def mark_clean(self) -> None:
-        """Say that every task sent to the workers has come back: they are then free after one sweep instead of two."""
-        self._is_clean = True
-
-
-@contextlib.contextmanager
-def lease_workers(
-    client: Client,
-    count: int,
-    *,
-    hosts: int | None = None,
-    timeout_s: float | None = None,
-    grace_s: float | None = None,
-) -> Iterator[GangLease]:
-    """Wait for ``count`` whole workers of the cluster and hold them during the block; no one else gets them.
-
-    ``hosts`` asks for a gang spread evenly over exactly so many hosts. ``timeout_s`` limits the wait (None: as long as
-    others hold the workers), ``grace_s`` how long a gang that the cluster cannot hold may stay so (30 s). Raises
-    ``InputError`` for a gang that stays impossible, ``NoWorkersError`` when there is no worker at all or the time is
-    up, and ``ClusterLostError`` when the scheduler is gone. Threads of one client may wait side by side.
-    """
-    if count < 1 or (hosts is not None and (hosts < 1 or count % hosts)):
-        raise InputError(
-            "no such gang", got=f"{count} workers on {hosts or 1} hosts", expected="a whole number on every host"
-        )
-    install_gangs(client)
-    identity = uuid.uuid4().hex
-    lease: GangLease | None = None
-    grace_s = GRACE_S if grace_s is None else grace_s
-    try:
-        lease = _wait_for(client, identity, count=count, hosts=hosts, timeout_s=timeout_s, grace_s=grace_s)
-        yield lease
-    finally:
-        # Whatever happened, also while waiting: nothing of it stays in the queue.
-        with contextlib.suppress(ClusterLostError):
-            _ask(client, "gang_release", lease=identity, sweeps=1 if lease is not None and lease._is_clean else 2)
-
-
-def gang_state(client: Client) -> dict[str, Any]:
-    """What the scheduler holds: ``leases``, ``lost``, ``queue`` and ``draining``; see ``GangPlugin.state``."""
-    install_gangs(client)
-    return dict(_ask(client, "gang_state"))
-
-
-def install_gangs(client: Client) -> None:
-    """Let the scheduler know the plugin; it keeps the one that it has."""
-    check_connected(client)
-    try:
-        client.register_plugin(GangPlugin(), name=PLUGIN_NAME)
-    except (OSError, TimeoutError, RuntimeError) as error:
-        raise _lost(error) from error
-
-
-def check_connected(client: Client) -> None:
-    """Raise ``ClusterLostError`` for a client that has given up its scheduler: Dask then fails in many words."""
-    if client.scheduler is None or client.status in ("closing", "closed"):
-        raise _lost("the connection is closed")
-
-
-def _wait_for(
-    client: Client, identity: str, *, count: int, hosts: int | None, timeout_s: float | None, grace_s: float
-) -> GangLease:
-    began = time.monotonic()
-    while True:
-        left_s = CALL_S if timeout_s is None else min(CALL_S, timeout_s - (time.monotonic() - began))
-        answer = _ask(
-            client, "gang_acquire", lease=identity, holder=client.id, count=count, hosts=hosts, grace_s=grace_s,
-            wait_s=max(0.0, min(left_s, grace_s / 4)),
-        )  # fmt: skip
-        if answer["state"] == "granted":
-            return GangLease(client, identity, answer["workers"])
-        if answer["state"] == "impossible":
-            raise _impossible(answer["workers"], count=count, hosts=hosts, grace_s=grace_s)
-        if answer["state"] == "refused":
-            raise _lost("the scheduler has lost sight of this client")
-        if timeout_s is not None and time.monotonic() - began >= timeout_s:
-            raise NoWorkersError(
-                "the workers did not become free in time",
-                got=f"fewer than {count} free workers for {timeout_s:g} s",
-                fix="wait for the other campaigns on this cluster, or start more workers",
-            )
-
-
-def _impossible(workers: Sequence[str], *, count: int, hosts: int | None, grace_s: float) -> Exception:
-    if not workers:
-        return NoWorkersError(
-            "the cluster has no worker left",
-            got=f"none for {grace_s:g} s",
-            fix="start workers; what is recorded is kept, and running again measures the rest",
-        )
-    spread = Counter(str(urlsplit(address).hostname) for address in workers)
-    hosts_of = ", ".join(f"{host}: {number}" for host, number in sorted(spread.items())[:20])
-    return InputError(
-        "the cluster has fewer workers than the cell has ranks",
-        got=f"{len(workers)} workers ({hosts_of}) for {grace_s:g} s",
-        expected=f"{count} workers of one thread each" + (f" on {hosts} hosts, evenly" if hosts else ""),
-        fix="start more workers, or leave this number of ranks out",
-    )
-
-
-def _ask(client: Client, operation: str, **values: Any) -> Any:
-    """One call of a handler of the plugin; raises ``ClusterLostError`` when no answer comes."""
-    check_connected(client)
-    try:
-        answer = client.sync(
-            getattr(client.scheduler, operation), callback_timeout=values.get("wait_s", 0.0) + ANSWER_S, **values
-        )
-    except (OSError, TimeoutError, RuntimeError) as error:
-        raise _lost(error) from error
-    if answer is None and operation != "gang_release":
-        # What a scheduler answers to a call that it does not know: it was started anew.
-        raise _lost("the scheduler knows nothing of this campaign's leases")
-    return answer
-
-
-def _lost(reason: object) -> ClusterLostError:
-    return ClusterLostError(
-        "the Dask scheduler is gone or does not answer",
-        got=f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else str(reason),
-        expected="a scheduler that runs for as long as the campaign",
-        fix="start the cluster again and run the campaign again; what is recorded is kept",
-    )

@@ -33,6 +33,7 @@ from precision_time.storage.errors import InputError
 from precision_time.storage.schema import CellOutcome, Environment, GridCell, IterationTiming, Measurement
 from precision_time.storage.timings import TimingsDataset, write_fragment
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.ranks import fragment_path
 from precision_time.tasks.record import record_cell
 
 __all__ = ["SOURCE", "GlmCell", "glm_environment", "run_glm_cell", "run_glm_cells", "to_measurement"]
@@ -231,7 +232,7 @@ def run_glm_cell(
         cause=cause,
         message=message,
         scratch=str(scratch),
-        fragments=() if cause else tuple(str(_fragment(scratch, rank)) for rank in range(cell.ranks)),
+        fragments=() if cause else tuple(str(fragment_path(scratch, rank)) for rank in range(cell.ranks)),
         started_at=started_at,
         duration_s=time.monotonic() - began,
         host=socket.gethostname(),
@@ -242,10 +243,6 @@ def _find_mpiexec() -> str | None:
     """The mpiexec beside this Python first: it belongs to the library that mpi4py loads."""
     beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     return shutil.which("mpiexec", path=beside)
-
-
-def _fragment(scratch: Path, rank: int) -> Path:
-    return scratch / f"rank-{rank}.parquet"
 
 
 def _run(command: Sequence[str], *, timeout_s: float) -> tuple[str, str]:
@@ -294,7 +291,7 @@ def _main(text: str) -> None:
         comm.barrier()
         solution = run_ca_sgd(problem, options, comm=comm)
         rows.append(_row_of(solution, job=job, cell=cell, rank=comm.rank, step=len(rows), options=options))
-    write_fragment(_fragment(Path(job.scratch), comm.rank), rows)
+    write_fragment(fragment_path(Path(job.scratch), comm.rank), rows)
     comm.barrier()
 
 

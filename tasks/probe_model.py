@@ -6,7 +6,6 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,10 @@ from precision_time.predictor.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workload import WorkloadFeatures, known_workloads
 from precision_time.storage.errors import InputError, PrecisionTimeError, PrecisionUnsupportedError, UnknownNameError
 from precision_time.storage.schema import GridCell
-from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.job import MeasurementLimits
 from precision_time.tasks.probe import ProbeReport, probe_device
 from precision_time.tasks.record import read_fragments
+from precision_time.tasks.single_rank import profile_here
 
 __all__ = ["DEFAULT_BATCHES", "DEFAULT_PRECISIONS", "ModelProbe", "ProbedTime", "choose_measured", "probe_model"]
 
@@ -282,40 +282,9 @@ def time_settings(model: str, settings: Sequence[Setting], *, report: ProbeRepor
 
 def _time_cell(cell: GridCell, *, report: ProbeReport, limits: MeasurementLimits, scratch: Path) -> list[float]:
     """Seconds of the measured iterations of ``cell``; raises ``PrecisionTimeError``."""
-    # Dask comes with it, which the rest does without.
-    from precision_time.tasks.profile import assign_devices
-    from precision_time.tasks.rank_process import run_rank
-
-    environment = report.environment
-    devices: tuple[str, ...] = ()
-    if environment.device_type == "cuda":
-        devices = assign_devices([""], [os.environ.get("CUDA_VISIBLE_DEVICES")])
-    job = RankJob(
-        cell=cell,
-        cell_id=cell.cell_id(environment),
-        attempt=1,
-        environment=environment,
-        limits=limits,
-        scratch=str(scratch),
-        devices=devices,
-    )
-    (scratch / "job.json").write_text(job.to_json(), encoding="utf-8")
-    began, started_at = time.monotonic(), time.time()
-    ended = run_rank(job.to_json(), 0)
-    if ended["cause"]:
-        raise PrecisionTimeError(f"{ended['cause']}: {ended['message'].partition(chr(10))[0]}")
-    receipt = CellReceipt(
-        cell=cell,
-        cell_id=job.cell_id,
-        attempt=1,
-        environment=environment,
-        status="recorded",
-        scratch=str(scratch),
-        fragments=(ended["fragment"],),
-        started_at=started_at,
-        duration_s=time.monotonic() - began,
-        host=ended["host"],
-    )
+    receipt = profile_here(cell, environment=report.environment, limits=limits, scratch=scratch)
+    if receipt.cause:
+        raise PrecisionTimeError(f"{receipt.cause}: {receipt.message.partition(chr(10))[0]}")
     return [row.iteration_time_s for row in read_fragments(receipt) if not row.is_warmup]
 
 

@@ -6,21 +6,19 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from distributed import Client, Future, wait
 
-from precision_time.storage.errors import ClusterLostError, InputError, PrecisionTimeError, StorageError
+from precision_time.storage.errors import ClusterLostError, PrecisionTimeError, StorageError
 from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.gangs import GangLease, check_connected, lease_workers
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
-from precision_time.tasks.rank_process import RankReport, end_ranks, run_rank, visible_devices
+from precision_time.tasks.leases import GangLease, check_connected, lease_workers
+from precision_time.tasks.rank_process import RankReport, assign_devices, end_ranks, run_rank, visible_devices
 from precision_time.tasks.ranks import card_path
 from precision_time.tasks.refusals import REFUSAL_CAUSES, refuse_unstarted
 
-__all__ = ["assign_devices", "profile_cell"]
+__all__ = ["profile_cell"]
 
 #: Beyond the ranks' own deadline: what Dask may need to bring a rank to its worker and its report back.
 DASK_GRACE_S = 30.0
@@ -31,33 +29,6 @@ REPORT_S = 5.0
 CULPRIT_GRACE_S = 3.0
 #: After a failure, how long the ranks that were killed may take to disappear.
 ENDING_S = 10.0
-
-
-def assign_devices(workers: Sequence[str], visible: Sequence[str | None]) -> tuple[str, ...]:
-    """The ``CUDA_VISIBLE_DEVICES`` entry of each rank, from its worker's address and what that worker sees.
-
-    dask-cuda rotates the list so that a worker's own GPU comes first; plain workers of one host all see the same list
-    and take its entries in turn. Raises ``InputError`` when a host has fewer GPUs than ranks.
-    """
-    devices: list[str] = []
-    for index, (address, entries) in enumerate(zip(workers, visible, strict=True)):
-        host = urlsplit(address).hostname
-        before = [other for other in range(index) if urlsplit(workers[other]).hostname == host]
-        if entries is None:
-            devices.append(str(len(before)))
-            continue
-        own = entries.split(",")
-        taken = {devices[other] for other in before}
-        free = [entry for entry in own if entry and entry not in taken]
-        if not free:
-            raise InputError(
-                "a host has fewer GPUs than ranks",
-                got=f"CUDA_VISIBLE_DEVICES={entries} for {len(before) + 1} ranks on {host}",
-                expected="a GPU for every rank",
-                fix="ask for fewer GPUs, or start the workers with dask-cuda",
-            )
-        devices.append(free[0])
-    return tuple(devices)
 
 
 def profile_cell(

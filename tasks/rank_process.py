@@ -9,17 +9,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
+from urllib.parse import urlsplit
 
+from precision_time.storage.errors import InputError
 from precision_time.tasks.job import RankJob
 from precision_time.tasks.ranks import PARENT_VARIABLE, failure_path, fragment_path
 from precision_time.tasks.refusals import REFUSAL_CAUSES
 from precision_time.tasks.template import kill_family
 from precision_time.tasks.warm_starts import ForkedRank, RankRequest, TemplateLost, Templates
 
-__all__ = ["RankReport", "end_ranks", "run_rank", "visible_devices"]
+__all__ = ["RankReport", "assign_devices", "end_ranks", "run_rank", "visible_devices"]
 
 LOG_LINES = 8
 _SELF_EXPLAINED = REFUSAL_CAUSES | {"nan loss", "environment changed"}
@@ -210,3 +213,30 @@ def end_ranks() -> int:
 def visible_devices() -> str | None:
     """What this worker may use of the host's GPUs, as ``CUDA_VISIBLE_DEVICES`` says it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def assign_devices(workers: Sequence[str], visible: Sequence[str | None]) -> tuple[str, ...]:
+    """The ``CUDA_VISIBLE_DEVICES`` entry of each rank, from its worker's address and what that worker sees.
+
+    dask-cuda rotates the list so that a worker's own GPU comes first; plain workers of one host all see the same list
+    and take its entries in turn. Raises ``InputError`` when a host has fewer GPUs than ranks.
+    """
+    devices: list[str] = []
+    for index, (address, entries) in enumerate(zip(workers, visible, strict=True)):
+        host = urlsplit(address).hostname
+        before = [other for other in range(index) if urlsplit(workers[other]).hostname == host]
+        if entries is None:
+            devices.append(str(len(before)))
+            continue
+        own = entries.split(",")
+        taken = {devices[other] for other in before}
+        free = [entry for entry in own if entry and entry not in taken]
+        if not free:
+            raise InputError(
+                "a host has fewer GPUs than ranks",
+                got=f"CUDA_VISIBLE_DEVICES={entries} for {len(before) + 1} ranks on {host}",
+                expected="a GPU for every rank",
+                fix="ask for fewer GPUs, or start the workers with dask-cuda",
+            )
+        devices.append(free[0])
+    return tuple(devices)

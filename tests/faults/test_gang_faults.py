@@ -25,7 +25,7 @@ from distributed import Client, LocalCluster
 from distributed.core import Status
 
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.gangs import gang_state
+from precision_time.tasks.leases import gang_state
 from precision_time.tasks.rank_process import end_ranks
 
 pytestmark = pytest.mark.faults

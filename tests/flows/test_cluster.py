@@ -15,7 +15,7 @@ from precision_time.flows import cluster as cluster_module
 from precision_time.flows.cluster import check_scratch, open_cluster, open_scratch
 from precision_time.flows.cluster_settings import find_scratch, is_address, is_local
 from precision_time.storage.errors import InputError, NoWorkersError, StorageError
-from precision_time.tasks.gangs import gang_state
+from precision_time.tasks.leases import gang_state
 
 
 def test_each_rank_gets_a_process_that_ctrl_c_does_not_reach() -> None:

@@ -5,7 +5,6 @@ Run by check.sh: python tests/gpu/measure_cells.py OUT [SECONDS]. Needs torch, p
 
 import argparse
 import itertools
-import os
 import statistics
 import sys
 import tempfile
@@ -16,10 +15,10 @@ import pyarrow.parquet as pq
 
 from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.job import MeasurementLimits
 from precision_time.tasks.probe import ProbeReport, probe_device
-from precision_time.tasks.rank_process import run_rank
 from precision_time.tasks.record import record_cell
+from precision_time.tasks.single_rank import profile_here
 
 MODELS = {"resnet50": (32, 64, 128), "bert_base": (8, 16, 32), "gpt2": (2, 4, 8), "vit_b16": (16, 32, 64)}
 PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")
@@ -37,35 +36,9 @@ def list_cells() -> list[GridCell]:
 
 def measure_cell(cell: GridCell, *, report: ProbeReport, dataset: TimingsDataset, scratch: Path) -> CellOutcome:
     """One rank in a process of its own, recorded as a campaign records it."""
-    environment = report.environment
-    folder = scratch / cell.cell_id(environment)
+    folder = scratch / cell.cell_id(report.environment)
     folder.mkdir()
-    job = RankJob(
-        cell=cell,
-        cell_id=cell.cell_id(environment),
-        attempt=1,
-        environment=environment,
-        limits=LIMITS,
-        scratch=str(folder),
-        devices=(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],),
-    )
-    (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
-    began, started_at = time.monotonic(), time.time()
-    ended = run_rank(job.to_json(), 0)
-    receipt = CellReceipt(
-        cell=cell,
-        cell_id=job.cell_id,
-        attempt=1,
-        environment=environment,
-        status="failed" if ended["cause"] else "recorded",
-        cause=ended["cause"],
-        message=ended["message"],
-        scratch=str(folder),
-        fragments=(ended["fragment"],),
-        started_at=started_at,
-        duration_s=time.monotonic() - began,
-        host=ended["host"],
-    )
+    receipt = profile_here(cell, environment=report.environment, limits=LIMITS, scratch=folder)
     return record_cell(dataset, receipt)
 
 

@@ -13,8 +13,9 @@ from distributed import Client, Event, LocalCluster, SpecCluster, Worker
 from distributed.scheduler import Scheduler
 
 from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
-from precision_time.tasks import gangs
-from precision_time.tasks.gangs import choose_workers, gang_state, lease_workers
+from precision_time.tasks import gangs, leases
+from precision_time.tasks.gangs import choose_workers
+from precision_time.tasks.leases import gang_state, lease_workers
 
 
 @pytest.fixture
@@ -219,8 +220,8 @@ def test_an_interrupt_in_the_queue_leaves_no_entry(client: Client) -> None:
 
 def test_a_request_that_its_own_release_overtook_is_not_granted(client: Client) -> None:
     gang_state(client)
-    gangs._ask(client, "gang_release", lease="late", sweeps=1)
-    answer = gangs._ask(
+    leases._ask(client, "gang_release", lease="late", sweeps=1)
+    answer = leases._ask(
         client, "gang_acquire", lease="late", holder=client.id, count=1, hosts=None, grace_s=1.0, wait_s=0.1
     )
     assert answer == {"state": "refused"}
@@ -229,7 +230,7 @@ def test_a_request_that_its_own_release_overtook_is_not_granted(client: Client) 
 
 def test_registering_again_keeps_the_leases(cluster: LocalCluster, client: Client) -> None:
     with lease_workers(client, 4) as lease, Client(cluster) as other:
-        gangs.install_gangs(other)
+        leases.install_gangs(other)
         assert list(gang_state(other)["leases"].values()) == [lease.workers]
 
 

@@ -12,11 +12,11 @@ from distributed import Client, LocalCluster
 from precision_time.storage.errors import InputError, StorageError
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks import gangs, profile
-from precision_time.tasks.gangs import gang_state
+from precision_time.tasks import leases, profile
 from precision_time.tasks.job import MeasurementLimits
-from precision_time.tasks.profile import assign_devices, profile_cell
-from precision_time.tasks.rank_process import end_ranks
+from precision_time.tasks.leases import gang_state
+from precision_time.tasks.profile import profile_cell
+from precision_time.tasks.rank_process import assign_devices, end_ranks
 from precision_time.tasks.record import read_fragments, record_cell
 
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2, backend="gloo")
@@ -205,7 +205,7 @@ def test_an_interrupt_kills_the_ranks_and_goes_on_up(client, tmp_path, monkeypat
 
 
 def test_a_cell_wider_than_the_cluster_is_bad_input(client, tmp_path, monkeypatch):
-    monkeypatch.setattr(gangs, "GRACE_S", 0.2)
+    monkeypatch.setattr(leases, "GRACE_S", 0.2)
     with pytest.raises(InputError, match="fewer workers than the cell has ranks"):
         run_cell(client, tmp_path, "mlp", world_size=3)
 
