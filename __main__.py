@@ -32,6 +32,8 @@ _COMMANDS = {
     "campaign": _Command("flows.commands", "campaign", "Time real training runs over a grid of cells."),
     "retrain": _Command("flows.commands", "retrain", "Fit, validate and publish a predictor."),
     "probe": _Command("flows.commands", "probe", "What this machine's device can do, measured in seconds."),
+    "up": _Command("flows.operations_commands", "up", "Prefect's pages, a worker and a Dask cluster on this machine."),
+    "doctor": _Command("flows.operations_commands", "doctor", "What is not set up as it must be, and how to mend it."),
     "glm": _Command("casgd.commands", "glm_app", "Logistic, linear and Poisson regression by CA-SGD, on any ranks."),
     "registry": _Command("storage.commands", "registry_app", "Published predictors: list, check, roll back."),
     "data": _Command("storage.commands", "data_app", "Recorded timings: what is there, is it sound."),

@@ -25,7 +25,7 @@ def run_ca_sgd(
     first_step: int = 0,
     first_epoch: int = 0,
 ) -> Solution:
-    """SGD whose iterates do not depend on s, with one sum over the ranks every s steps (casgd.md 1.4).
+    """SGD whose iterates do not depend on s, with one sum over the ranks every s steps.
 
     With Y the stacked rows of s batches, v = Y w and G = Y Y^T below the diagonal blocks, both summed over ranks in
     one buffer, every rank runs, with rho_j = 1 - eta_j l2 and P = 1:

@@ -11,6 +11,7 @@ import typer
 from precision_time.casgd.errors import InputError
 
 if TYPE_CHECKING:
+    from precision_time.casgd.command_data import CommandData
     from precision_time.casgd.communicator import Communicator
 
 __all__ = ["glm_app"]
@@ -55,12 +56,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; tim
 
 
 @contextlib.contextmanager
-def _one_voice(comm: "Communicator") -> Iterator[None]:
-    """Bad input is found on every rank; rank 0 tells of it."""
+def _open_data(
+    data: str, *, comm: str, delay_us: float = 0.0, **options: Any
+) -> Iterator[tuple["CommandData", "Communicator"]]:
+    """The data (``options`` are those of ``read_data``) and the ranks; of bad input on every rank, rank 0 tells."""
+    from precision_time.casgd.command_data import join_ranks, read_data
+
+    ranks = join_ranks(comm, delay_us=delay_us)
     try:
-        yield
+        yield read_data(data, comm=ranks, **options), ranks
     except InputError as error:
-        if comm.rank == 0:
+        if ranks.rank == 0:
             raise
         raise typer.Exit(error.exit_code) from None
 
@@ -95,15 +101,12 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Train one model and tell how well it fits, what was chosen, and where the time went."""
-    from precision_time.casgd.command_data import join_ranks, read_data
     from precision_time.casgd.command_runs import fit_model, save_model
 
-    ranks = join_ranks(comm)
-    with _one_voice(ranks):
-        found = read_data(
-            data, comm=ranks, objective=objective, n_features=n_features, cache=cache, sparse=sparse, rows=rows,
-            seed=seed, standardise=standardise,
-        )  # fmt: skip
+    with _open_data(
+        data, comm=comm, objective=objective, n_features=n_features, cache=cache, sparse=sparse, rows=rows,
+        seed=seed, standardise=standardise,
+    ) as (found, ranks):  # fmt: skip
         report, model = fit_model(
             found,
             comm=ranks,
@@ -147,15 +150,12 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Time a dozen short runs, choose s and the precision, and predict the time of an epoch."""
-    from precision_time.casgd.command_data import join_ranks, read_data
     from precision_time.casgd.command_runs import plan_run
 
-    ranks = join_ranks(comm, delay_us=delay_us)
-    with _one_voice(ranks):
-        found = read_data(
-            data, comm=ranks, objective=objective, n_features=n_features, cache=cache, sparse=sparse, rows=rows,
-            seed=seed, standardise=standardise,
-        )  # fmt: skip
+    with _open_data(
+        data, comm=comm, delay_us=delay_us, objective=objective, n_features=n_features, cache=cache, sparse=sparse,
+        rows=rows, seed=seed, standardise=standardise,
+    ) as (found, ranks):  # fmt: skip
         made = plan_run(found, comm=ranks, alpha=alpha, batch_size=batch_size, precision=precision, seed=seed)
     if ranks.rank:
         return
@@ -189,15 +189,12 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Time CA-SGD against FP32 SGD of the same batch size, and compare their losses on the features before rounding."""
-    from precision_time.casgd.command_data import join_ranks, read_data
     from precision_time.casgd.command_runs import time_runs
 
-    ranks = join_ranks(comm, delay_us=delay_us)
-    with _one_voice(ranks):
-        found = read_data(
-            data, comm=ranks, objective=objective, n_features=n_features, cache=cache, sparse=sparse, rows=rows,
-            seed=seed, standardise=standardise,
-        )  # fmt: skip
+    with _open_data(
+        data, comm=comm, delay_us=delay_us, objective=objective, n_features=n_features, cache=cache, sparse=sparse,
+        rows=rows, seed=seed, standardise=standardise,
+    ) as (found, ranks):  # fmt: skip
         timed = time_runs(
             found, comm=ranks, alpha=alpha, s=s or (1, 4, 16), batch_sizes=batch_size or (16,),
             precisions=precision or ("fp32", "recipe"), epochs=epochs, repeats=repeats, seed=seed,

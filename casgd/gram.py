@@ -11,7 +11,7 @@ __all__ = ["PackedGram", "fill_gram", "fill_margins", "packed_words", "round_in_
 
 
 def packed_words(s: int, batch_size: int) -> int:
-    """Words of one communication: b^2 s (s - 1) / 2 of the Gram matrix and s b margins (casgd.md 1.4)."""
+    """Words of one communication: b^2 s (s - 1) / 2 of the Gram matrix and s b margins."""
     return batch_size * batch_size * s * (s - 1) // 2 + s * batch_size
 
 

@@ -3,39 +3,20 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
 from precision_time.casgd.arrays import import_cupy, library_of
 from precision_time.casgd.batch_fit import BatchFit, fit_batch, margin_fit
-from precision_time.casgd.bounds import accumulation_bound, check_accumulators
+from precision_time.casgd.bounds import check_accumulators
 from precision_time.casgd.comm import Communicator, find_communicator
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.precision import CHOICES, POLICIES, ROUNDOFF, PrecisionPolicy, round_to
+from precision_time.casgd.excess import U_RMS, margin_errors, to_host
+from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, PrecisionPolicy
 from precision_time.casgd.problem import Options, Problem
 
-__all__ = ["LARGEST", "U_RMS", "Verdict", "accumulation_bound", "check_accumulators", "choose_policy",
-           "predicted_excess"]  # fmt: skip
-
-#: Root mean square of the relative error of rounding to nearest, u / sqrt(8 ln 2) = 0.425 u: the error is uniform over
-#: one spacing, the significand log-uniform over [1, 2). 1.66e-3 for bf16, 2.07e-4 for fp16.
-U_RMS: Mapping[str, float] = MappingProxyType({fmt: u / math.sqrt(8 * math.log(2)) for fmt, u in ROUNDOFF.items()})
-
-#: The largest finite number of each format.
-LARGEST: Mapping[str, float] = MappingProxyType(
-    {
-        "fp64": float(np.finfo(np.float64).max),
-        "fp32": float(np.finfo(np.float32).max),
-        "tf32": (2 - 2.0**-10) * 2.0**127,
-        "fp16": 65504.0,
-        "bf16": (2 - 2.0**-7) * 2.0**127,
-    }
-)
-
-# Below this fp16 numbers are 2^-24 apart, whatever their size; the other formats have the range of fp32.
-_FP16_SMALLEST_NORMAL, _FP16_SPACING = 2.0**-14, 2.0**-24
+__all__ = ["Verdict", "choose_policy"]
 
 # |dL| / L of a single run against FP32, when the last step is em times half the stability limit: 0.4 em sqrt(relative
 # excess). Worst of 6 seeds on synthetic linear data (n = 32, s = b = 16, 3 epochs, R^2 0.946 to 0.9996, policies recipe
@@ -47,47 +28,6 @@ _SCALE_RATIO, _OFFSET_RATIO = 1e3, 10.0
 # fit (a Newton step is a solve of that size). With more columns than that allows, a small batch is as good as any.
 _POWER_STEPS = 30
 _ROWS_PER_COLUMN, _FEWEST_ROWS, _MOST_ROWS = 4, 256, 768
-
-
-def _squared_errors(values: np.ndarray, fmt: str) -> np.ndarray:
-    """Mean square of the rounding error of each value; zero for a value that the format holds exactly."""
-    squares = np.square(values) * U_RMS[fmt] ** 2
-    if fmt == "fp16":
-        squares = np.where(np.abs(values) < _FP16_SMALLEST_NORMAL, _FP16_SPACING**2 / 12, squares)
-    return np.where(round_to(values, fmt).astype(values.dtype, copy=False) == values, 0.0, squares)
-
-
-def _margin_errors(block: Any, weights: np.ndarray, fmt: str) -> np.ndarray:
-    """sum_k u_rms^2 x_ik^2 w_k^2, (rows,): the mean square error of each margin when the features are rounded."""
-    if isinstance(block, np.ndarray):
-        return np.asarray(_squared_errors(block, fmt) @ np.square(weights))
-    errors = type(block)((_squared_errors(block.data, fmt), block.indices, block.indptr), shape=block.shape)
-    return np.asarray(errors @ np.square(weights))
-
-
-def predicted_excess(features: Any, weights: np.ndarray, *, fmt: str, curvature: np.ndarray | None = None) -> float:
-    """The loss that rounding the features to ``fmt`` adds: 1/2 u_rms^2 mean_i phi''_i sum_k x_ik^2 w_k^2.
-
-    Rounding is noise in the variables: x (1 + e) with e of variance u_rms^2 moves the margin by sum_k e x_k w_k, which
-    no weights can undo. Entries that the format holds exactly (zeros, one-hot columns, small integers) count nothing.
-    This is the loss scored on the rounded features, as the solver sees them; the weights it finds, scored on the
-    original features, lose far less.
-
-    features: (m, n), NumPy, SciPy CSR or CuPy. weights: (n,). curvature: phi'' at the margins, (m,); None is 1, the
-    squared loss. The result is in the unit of the loss. Raises InputError for an unknown format.
-    Checked on exact least squares (8192 rows, 64 columns, bf16, noise 0.1, 0.03, 0.01): predicted 0.48, 5.3, 48 % of
-    the loss, measured 0.60, 5.7, 49 % on the rounded and 0.003, 0.03, 0.3 % on the original features.
-    """
-    if fmt not in U_RMS:
-        raise InputError("unknown format", got=repr(fmt), expected=", ".join(U_RMS))
-    errors = _margin_errors(_on_host(features), np.asarray(weights, dtype=np.float64), fmt)
-    return float(np.mean(errors if curvature is None else errors * curvature)) / 2
-
-
-def _on_host(block: Any) -> Any:
-    """``block`` in float64 as an ndarray or a CSR matrix."""
-    host = block.get() if library_of(block) == "cupy" else block
-    return host.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +228,7 @@ def _look(
     """Sample ``rows`` rows, fit them or take the weights of ``start``, and size up what rounding does to them."""
     # The same rows on every rank; spread over all of them, since files come sorted.
     chosen = np.sort(np.random.default_rng(options.seed).choice(problem.rows, rows, replace=False))
-    block = _on_host(problem.features[chosen])
+    block = to_host(problem.features[chosen])
     targets = np.asarray(problem.targets, dtype=np.float64)[chosen]
     sample_weight = None if problem.sample_weight is None else np.asarray(problem.sample_weight, np.float64)[chosen]
     slots = np.zeros((comm.size, 5))
@@ -311,7 +251,7 @@ def _look(
         margins = margins + float(start[1])
         fit = margin_fit(margins, targets, objective=problem.objective, sample_weight=sample_weight)
     names = sorted(formats)
-    errors = _sum_over_ranks(comm, [_margin_errors(block, weights, fmt) for fmt in names], problem.features)
+    errors = _sum_over_ranks(comm, [margin_errors(block, weights, fmt) for fmt in names], problem.features)
     smoothness = problem.objective.smoothness
     curvature = fit.second if smoothness is None else np.full(rows, smoothness)
     sharpest = _sharpness(gram + float(problem.fit_intercept), curvature, options.batch_size) + problem.l2

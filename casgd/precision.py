@@ -14,11 +14,22 @@ import numpy as np
 
 from precision_time.casgd.errors import InputError
 
-__all__ = ["CHOICES", "POLICIES", "ROUNDOFF", "PrecisionPolicy", "carrier", "find_policy", "round_to"]
+__all__ = ["CHOICES", "LARGEST", "POLICIES", "ROUNDOFF", "PrecisionPolicy", "carrier", "find_policy", "round_to"]
 
 # Unit roundoff u of round-to-nearest: half the spacing above 1. The only thing a bound knows of a machine.
 ROUNDOFF: Mapping[str, float] = MappingProxyType(
     {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+)
+
+#: The largest finite number of each format.
+LARGEST: Mapping[str, float] = MappingProxyType(
+    {
+        "fp64": float(np.finfo(np.float64).max),
+        "fp32": float(np.finfo(np.float32).max),
+        "tf32": (2 - 2.0**-10) * 2.0**127,
+        "fp16": 65504.0,
+        "bf16": (2 - 2.0**-7) * 2.0**127,
+    }
 )
 
 CHOICES = (

@@ -186,7 +186,7 @@ __global__ void margins(const stored* features, const int* order, const REAL* we
     for (int i = threadIdx.x; i < length; i += blockDim.x) packed[start + i] = round_stored<ROUND_GRAM>(source[i]);
 }
 
-// s steps of SGD on the packed Gram and margins (casgd.md 1.4; arXiv 2011.08281 with L2 and an intercept). One CTA.
+// s steps of SGD on the packed Gram and margins (arXiv 2011.08281, with L2 and an intercept: see ca_sgd.py). One CTA.
 //
 //   z_j = P v_j + intercept - sum_{i<j} G_ji c_i;  c_i *= rho_j (i < j);  c_j = scale_j phi'(z_j, y_j);  P *= rho_j;
 //   intercept -= sum c_j

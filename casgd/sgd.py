@@ -215,7 +215,7 @@ def run_sgd(
     first_step: int = 0,
     first_epoch: int = 0,
 ) -> Solution:
-    """Plain SGD in column layout; ``options.s`` and ``options.prefetch`` play no part (casgd.md 1.3).
+    """Plain SGD in column layout; ``options.s`` and ``options.prefetch`` play no part.
 
     Step t with batch I of b rows: z = sum over ranks of X[I, J] w, plus w0; r = a phi'(z, y_I) / b;
     w <- (1 - eta_t l2) w - eta_t X[I, J]^T r; w0 <- w0 - eta_t sum(r). One sum of b words a step.

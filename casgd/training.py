@@ -177,7 +177,7 @@ def make_schedule(kind: str, *, eta0: float, power_t: float, steps_per_epoch: in
     """The steps of a run; 'optimal' is eta0 / (1 + (t - 1) / T) with T the steps of :data:`DECAY_EPOCHS` epochs.
 
     scikit-learn's 'optimal' falls as 1 / (alpha t), which for the usual small alpha is constant through any run that
-    is short against 1 / (alpha eta0) steps; mixed precision needs steps that do fall (casgd.md 2.3).
+    is short against 1 / (alpha eta0) steps; mixed precision needs steps that do fall (see guard.py).
     """
     horizon = float(DECAY_EPOCHS * max(steps_per_epoch, 1))
     return Schedule(kind=kind, eta0=eta0, power_t=power_t, alpha=1 / (eta0 * horizon), t0=horizon)

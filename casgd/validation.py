@@ -9,8 +9,7 @@ import numpy as np
 from precision_time.casgd.column_cache import split_columns
 from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import CasgdError, InputError
-from precision_time.casgd.guard import LARGEST
-from precision_time.casgd.precision import PrecisionPolicy
+from precision_time.casgd.precision import LARGEST, PrecisionPolicy
 
 __all__ = [
     "TAKEN_TYPES",

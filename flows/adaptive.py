@@ -18,6 +18,7 @@ from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import PrecisionTimeError
 from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.glm import is_glm
 
 __all__ = ["FEWEST_TO_FIT", "choose_adaptively", "choose_widest", "next_batch", "spread_of"]
 
@@ -87,7 +88,7 @@ def choose_adaptively(plan: CampaignPlan, dataset: TimingsDataset) -> Choose:
     plan goes on.
     """
     recorded = sum(planned.is_recorded for planned in plan.cells)
-    cover = len(cover_cells([planned.cell for planned in plan.cells]))
+    cover = len(cover_cells([planned.cell for planned in plan.cells if not planned.is_refusable]))
     first = max(FEWEST_TO_FIT, min(cover, plan.goal // 2))
 
     def choose(outcomes: Mapping[str, CellOutcome]) -> list[PlannedCell]:
@@ -117,7 +118,7 @@ def choose_adaptively(plan: CampaignPlan, dataset: TimingsDataset) -> Choose:
 def _observe(plan: CampaignPlan, dataset: TimingsDataset) -> list[Observation]:
     """What the dataset holds of this campaign's device, joined with cards."""
     gpu = plan.device.hardware.name
-    measured = [seen for seen in dataset.measurements() if seen.gpu == gpu]
+    measured = [seen for seen in dataset.measurements() if seen.gpu == gpu and not is_glm(seen.model)]
     cards = [WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads")]
     hardware = [HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware")]
     return observe(measured, workloads=cards, hardware=[*hardware, plan.device.hardware])

@@ -1,18 +1,19 @@
 """The axes of a campaign's grid: what each of their values may be, and the pattern that leaves cells out."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from precision_time.predictor.precision import parse_precision
+from precision_time.predictor.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workload import known_workloads
 from precision_time.storage.errors import InputError, UnknownNameError
 from precision_time.storage.schema import CHECKPOINTING, COMPRESSION, OPTIONS, GridCell
+from precision_time.tasks.glm import GLM_STRATEGIES, check_glm_model, is_glm
 
 __all__ = [
-    "AXES", "LIST", "Batch", "CellPattern", "Checkpointing", "Compression", "Gpus", "Model", "PrecisionName", "Steps",
-    "Strategy", "Switch",
+    "AXES", "LIST", "Batch", "CellPattern", "Checkpointing", "Compression", "Gpus", "Model", "Models", "PrecisionName",
+    "Precisions", "Steps", "Strategy", "Switch",
 ]  # fmt: skip
 
 MAX_GPUS = 65_536
@@ -27,6 +28,8 @@ def _check_model(value: object) -> object:
     if ":" in value:
         if not FACTORY.fullmatch(value):
             raise InputError("not a model of your own", got=repr(value), expected="package.module:factory")
+    elif is_glm(value):
+        check_glm_model(value)
     elif value not in known_workloads():
         raise UnknownNameError("model", value, known_workloads())
     return value
@@ -68,17 +71,49 @@ def _check_list(value: object) -> object:
     return value
 
 
+def _bounds(maximum: int) -> WithJsonSchema:
+    return WithJsonSchema({"type": "integer", "minimum": 1, "maximum": maximum})
+
+
+def _drop_down(*known: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "enum": list(known)})
+
+
+def _chips(*known: str, other: dict[str, Any]) -> WithJsonSchema:
+    """A list in the form: chips for ``known``, and behind a second button rows of text for what is no chip.
+
+    Prefect's form shows chips only for items with an ``enum``, and its server holds a run's parameters against the
+    same schema, so that a list of chips alone would refuse what a campaign file may say.
+    """
+    return WithJsonSchema(
+        {
+            "anyOf": [
+                {"title": "Choose", "type": "array", "items": {"type": "string", "enum": list(known)}, "minItems": 1},
+                {"title": "Type", "type": "array", "items": {"type": "string", **other}, "minItems": 1},
+            ]
+        }
+    )
+
+
+#: Only ddp is measured, and columns for CA-SGD; what else is a strategy is refused by name.
+STRATEGIES = ("ddp", *GLM_STRATEGIES, "fsdp", "zero1", "zero2", "zero3")
+
 LIST = BeforeValidator(_check_list)
 Model = Annotated[str, BeforeValidator(_check_model)]
+Models = Annotated[
+    tuple[Model, ...], LIST, _chips(*known_workloads(), other={"description": "A built-in name, or module:factory."})
+]
 PrecisionName = Annotated[str, BeforeValidator(_check_precision)]
-Gpus = Annotated[int, _whole_number(MAX_GPUS)]
-Batch = Annotated[int, _whole_number(MAX_BATCH)]
+Precisions = Annotated[
+    tuple[PrecisionName, ...], LIST, _chips(*PRECISIONS, other={"description": "Any spelling, such as 16-mixed."})
+]
+Gpus = Annotated[int, _whole_number(MAX_GPUS), _bounds(MAX_GPUS)]
+Batch = Annotated[int, _whole_number(MAX_BATCH), _bounds(MAX_BATCH)]
 Switch = Annotated[bool, _one_of(False, True)]
-Checkpointing = Annotated[str, _one_of(*CHECKPOINTING)]
-Compression = Annotated[str, _one_of(*COMPRESSION)]
-#: Only ddp is measured; what else is a strategy is refused by name, and what is none is a mistake.
-Strategy = Annotated[str, _one_of("ddp", "fsdp", "zero1", "zero2", "zero3")]
-Steps = Annotated[int, _whole_number(10_000)]
+Checkpointing = Annotated[str, _one_of(*CHECKPOINTING), _drop_down(*CHECKPOINTING)]
+Compression = Annotated[str, _one_of(*COMPRESSION), _drop_down(*COMPRESSION)]
+Strategy = Annotated[str, _one_of(*STRATEGIES), _drop_down(*STRATEGIES)]
+Steps = Annotated[int, _whole_number(10_000), _bounds(10_000)]
 
 
 #: Key of a pattern -> the list of the campaign that it picks from.

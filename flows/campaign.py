@@ -1,41 +1,47 @@
 """profiling_campaign: the missing cells of a grid, each a task of Prefect, profiled and recorded whole."""
 
-import contextlib
 import contextvars
 import platform
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 from prefect import State, flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, Failed
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from rich.console import Console
 
 from precision_time.flows.adaptive import choose_adaptively
-from precision_time.flows.artifacts import ProgressArtifact, publish_pages
 from precision_time.flows.budget import Budget
-from precision_time.flows.changes import limits_of, note_settings
-from precision_time.flows.cluster import Client, check_scratch, open_cluster, open_scratch
+from precision_time.flows.changes import limits_of, note_measured, note_settings
+from precision_time.flows.cluster import Client, check_scratch, open_cluster
 from precision_time.flows.cluster_settings import is_local
+from precision_time.flows.conclude import CampaignPages, retrain_after
 from precision_time.flows.interrupts import catch_interrupts
-from precision_time.flows.measuring import INTERRUPTED, MeasuredCells, measure_missing
+from precision_time.flows.live_grid import LiveGrid
+from precision_time.flows.measuring import INTERRUPTED, CellNotStartedError, MeasuredCells, measure_missing, watch_wait
 from precision_time.flows.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.progress import CampaignProgress
+from precision_time.flows.scratch import open_scratch
 from precision_time.flows.spec import CampaignSpec
-from precision_time.flows.summary import CampaignResult, markdown_report, read_grid, summarise, table_rows
-from precision_time.flows.terminal import print_plan, print_result, say
+from precision_time.flows.summary import CampaignResult, summarise
+from precision_time.flows.terminal import describe_plan, describe_result, log_of_run, print_plan, print_result, say
+from precision_time.predictor.estimate import format_duration
 from precision_time.storage.errors import ClusterLostError, NoWorkersError, StorageError, printable
 from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.glm import environment_of, is_glm
+from precision_time.tasks.glm_profile import profile_glm_cell
 from precision_time.tasks.job import CellReceipt
+from precision_time.tasks.leases import LeaseWait
 from precision_time.tasks.profile import profile_cell
 from precision_time.tasks.record import record_cell
+from precision_time.tasks.refusals import refuse_unstarted
 
 __all__ = ["measure_cell", "profiling_campaign", "run_campaign"]
 
@@ -46,8 +52,24 @@ MOST_AT_ONCE = 256
 _finished: contextvars.ContextVar[list[CampaignResult] | None] = contextvars.ContextVar("finished", default=None)
 
 
+#: Models that the name of a run has room for.
+_NAMED = 3
+
+
+def _name_run() -> str:
+    """What the run measures, for lists of runs; Prefect asks before there is a plan."""
+    spec: CampaignSpec = flow_run.parameters["spec"]
+    more = f" and {len(spec.models) - _NAMED} more" if len(spec.models) > _NAMED else ""
+    widest = max(spec.gpus)
+    return (
+        f"{spec.name}: {len(spec.cells())} cells of {', '.join(spec.models[:_NAMED])}{more}, "
+        f"up to {widest} rank{'s' if widest > 1 else ''}"
+    )
+
+
 @flow(
     name="profiling-campaign",
+    flow_run_name=_name_run,
     result_serializer="json",
     persist_result=False,
     task_runner=cast(Any, ThreadPoolTaskRunner(max_workers=MOST_AT_ONCE)),
@@ -57,31 +79,36 @@ def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignRes
 
     Running it again resumes it. Cells that fail are recorded with their cause and never stop their neighbours. A limit
     of the campaign, or one Ctrl-C, ends it after the cells under way; a second Ctrl-C or a cancelled run stops them.
+    With ``retrain_after`` a retraining on all of the data follows, as a run inside this one.
     """
+    log = log_of_run()
+    started = time.monotonic()
     plan = plan_campaign(spec)
     dataset = TimingsDataset(spec.data)
-    if _set_damaged_aside(dataset):
+    if _set_damaged_aside(dataset) + _refuse_unstarted(plan, dataset):
         plan = plan_campaign(spec)
     dataset.write_card("hardware", plan.device.hardware.name, plan.device.hardware.to_dict())
-    started = time.monotonic()
+    log.info("%s; data: %s", describe_plan(plan), spec.data)
+    pages = CampaignPages(plan)
     measured = MeasuredCells()
     if plan.cells_to_measure:
         note_settings(spec)
-        measured = _measure_on_cluster(plan, dataset)
+        measured = _measure_on_cluster(plan, dataset, pages=pages, started=started)
     rows = Counter(dataset.read()["cell_id"].to_pylist())
     result = summarise(
         plan, measured.outcomes, rows=rows, duration_s=time.monotonic() - started, ended_by=measured.ended_by
     )
-    if (finished := _finished.get()) is not None:
-        finished.append(result)
-    grid = read_grid(plan, result.failed, dataset=dataset)
-    publish_pages(
-        table=table_rows(grid),
-        report=markdown_report(result, grid),
-        key=f"campaign-{result.name}",
-        description=f"Campaign {result.name} on {result.gpu}: {result.status}",
-    )
+    _keep_result(result)
+    pages.conclude(result, dataset=dataset)
+    log.info("%s", describe_result(result))
+    if (retraining := retrain_after(spec, result)) is not None:
+        log.info("retraining: %s; %s", retraining.status, "; ".join(retraining.reasons))
+        result = result.model_copy(update={"retraining": retraining})
+        _keep_result(result)
+        pages.report(result)
     if result.status == "complete":
+        if result.retraining is not None and result.retraining.status == "failed":
+            return Completed(name="Retraining failed", message="all cells are recorded", data=result)
         return result
     message = f"{result.cells_recorded} of {result.cells_planned} cells are recorded"
     if result.status == "partial":
@@ -90,20 +117,45 @@ def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignRes
     return Failed(message=message, data=result)
 
 
+def _keep_result(result: CampaignResult) -> None:
+    if (finished := _finished.get()) is not None:
+        finished[:] = [result]
+
+
 def _set_damaged_aside(dataset: TimingsDataset) -> int:
     """Move damaged timings out of the way, so that their cells count as missing; returns how many there were."""
     dataset.read()
     damaged = dataset.unsound_files
     for path, reason in damaged:
-        say(f"{path} is damaged and was moved to {dataset.set_aside(path, reason)}; its cell is measured again")
+        _announce(f"{path} is damaged and was moved to {dataset.set_aside(path, reason)}; its cell is measured again")
     return len(damaged)
 
 
-def _measure_on_cluster(plan: CampaignPlan, dataset: TimingsDataset) -> MeasuredCells:
-    spec, name = plan.spec, plan.spec.name
-    artifact = ProgressArtifact(
-        f"campaign-{name}-progress", description=f"Cells of campaign {name} measured by this run"
-    )
+def _refuse_unstarted(plan: CampaignPlan, dataset: TimingsDataset) -> int:
+    """Record the cells that need no try to be refused, without a cluster; returns how many there were."""
+    receipts = [
+        refuse_unstarted(
+            planned.cell, attempt=dataset.next_attempt(planned.cell_id), environment=plan.device.environment
+        )
+        for planned in plan.cells
+        if planned.state == "will be refused"
+    ]
+    for receipt in receipts:
+        if receipt is not None:
+            record_cell(dataset, receipt)
+    return len(receipts)
+
+
+def _announce(text: str) -> None:
+    """Say it to whoever watches the terminal, and to whoever looks at the run later."""
+    say(text)
+    log_of_run().info("%s", printable(text))
+
+
+def _measure_on_cluster(
+    plan: CampaignPlan, dataset: TimingsDataset, *, pages: CampaignPages, started: float
+) -> MeasuredCells:
+    spec = plan.spec
     widest = max(planned.cell.world_size for planned in plan.missing)
     workers = max(widest, min(plan.device.device_count, widest * plan.at_once)) if is_local(spec.cluster) else widest
     with (
@@ -113,43 +165,35 @@ def _measure_on_cluster(plan: CampaignPlan, dataset: TimingsDataset) -> Measured
             plan.device.environment.device_type, workers, cluster=spec.cluster, slurm=spec.slurm,
             wait_s=spec.workers_timeout,
         ) as client,
-        _in_background(lambda: artifact.update(progress.fraction)) as show_progress,
+        LiveGrid(
+            plan, dataset=dataset, table=pages.table, bar=pages.bar, fraction=lambda: progress.fraction
+        ) as live,
         catch_interrupts() as interrupts,
     ):  # fmt: skip
         check_scratch(client, scratch)
 
         def measure(planned: PlannedCell) -> CellOutcome:
-            return measure_cell(planned, plan=plan, dataset=dataset, client=client, scratch=scratch)
+            watch = watch_wait(planned, progress=progress, interrupts=interrupts)
+            with live.show_cell(planned) as show_outcome:
+                return show_outcome(
+                    measure_cell(planned, plan=plan, dataset=dataset, client=client, scratch=scratch, watch=watch)
+                )
 
-        return measure_missing(
+        measured = measure_missing(
             plan,
             measure=measure,
             progress=progress,
-            after_cell=show_progress,
+            after_cell=live.wake,
             choose=choose_adaptively(plan, dataset) if spec.budget_cells else None,
             budget=Budget.of(spec),
             at_once=plan.at_once,
             submit=_submit_task,
             interrupts=interrupts,
+            started=started,
         )
-
-
-@contextlib.contextmanager
-def _in_background(update: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """A function that has ``update`` run soon in another thread: an API that does not answer must not hold up cells."""
-    wanted, ended = threading.Event(), threading.Event()
-
-    def run() -> None:
-        while wanted.wait() and not ended.is_set():
-            wanted.clear()
-            update()
-
-    threading.Thread(target=run, name="campaign pages", daemon=True).start()
-    try:
-        yield wanted.set
-    finally:
-        ended.set()
-        wanted.set()
+    # Nobody else writes it any more: the last cell came out since.
+    pages.bar.update(progress.fraction)
+    return measured
 
 
 # The cell's own identity decides what is measured again, so Prefect must neither cache nor retry; rows never pass
@@ -164,10 +208,18 @@ def _in_background(update: Callable[[], None]) -> Iterator[Callable[[], None]]:
 )
 def profile_cell_task(label: str, measure: Callable[[], CellOutcome]) -> CellOutcome | State[CellOutcome]:
     """One attempt at the cell ``label``; the run is shown as failed when the cell failed."""
-    outcome = measure()
+    try:
+        outcome = measure()
+    except CellNotStartedError as error:
+        return Cancelled(message=str(error))
+    log, taken = log_of_run(), format_duration(outcome.duration_s)
     if outcome.status == "recorded":
+        log.info("%s: recorded, %d rows in %s", label, outcome.rows, taken)
         return outcome
-    return Failed(message=printable(f"{outcome.cause}: {outcome.message}"), data=outcome)
+    cause = printable(f"{outcome.cause}: {outcome.message}")
+    log.warning("%s: %s after %s, %s", label, outcome.status, taken, cause)
+    # Without the outcome, which Prefect would write out in the log; the campaign has it from ``measure``.
+    return Failed(message=cause)
 
 
 def _submit_task(planned: PlannedCell, run: Callable[[], CellOutcome]) -> "Future[Any]":
@@ -217,29 +269,41 @@ def _run_flow(spec: CampaignSpec) -> CampaignResult:
 
 
 def measure_cell(
-    planned: PlannedCell, *, plan: CampaignPlan, dataset: TimingsDataset, client: Client, scratch: Path
+    planned: PlannedCell,
+    *,
+    plan: CampaignPlan,
+    dataset: TimingsDataset,
+    client: Client,
+    scratch: Path,
+    watch: Callable[[LeaseWait], None] | None = None,
 ) -> CellOutcome:
     """One attempt at one cell, recorded whether it went well or not; none where another campaign has recorded it.
 
-    Raises only what concerns every cell that follows: ``StorageError`` (a full disk), ``ClusterLostError`` and
-    ``NoWorkersError``.
+    ``watch`` is told of a wait for workers. Raises only what concerns every cell that follows: ``StorageError`` (a full
+    disk), ``ClusterLostError`` and ``NoWorkersError``, and what ``watch`` raises as ``CellNotStartedError``.
     """
     earlier = _recorded_meanwhile(planned, dataset)
     if earlier is not None:
         return earlier
     attempt = dataset.next_attempt(planned.cell_id)
+    environment = environment_of(planned.cell, plan.device.environment)
+    profile = profile_glm_cell if is_glm(planned.cell.model) else profile_cell
     started_at, started = time.time(), time.monotonic()
     try:
-        receipt = profile_cell(
+        receipt = profile(
             planned.cell,
             attempt=attempt,
-            environment=plan.device.environment,
+            environment=environment,
             limits=limits_of(plan.spec),
             client=client,
             scratch=scratch,
+            watch=watch,
         )
-        return record_cell(dataset, receipt)
-    except (StorageError, ClusterLostError, NoWorkersError):
+        outcome = record_cell(dataset, receipt)
+        if outcome.status == "recorded":
+            note_measured(plan.spec, planned.cell_id)
+        return outcome
+    except (StorageError, ClusterLostError, NoWorkersError, CellNotStartedError):
         raise
     except Exception as error:
         # A cluster or a fragment can break in ways nobody listed; the cell pays, not the campaign.
@@ -247,7 +311,7 @@ def measure_cell(
             cell=planned.cell,
             cell_id=planned.cell_id,
             attempt=attempt,
-            environment=plan.device.environment,
+            environment=environment,
             status="failed",
             cause="exception",
             message=f"{type(error).__name__}: {error}",
@@ -265,5 +329,5 @@ def _recorded_meanwhile(planned: PlannedCell, dataset: TimingsDataset) -> CellOu
     outcomes = [seen for seen in dataset.outcomes(cells={planned.cell_id}) if seen.status == "recorded"]
     if not outcomes:
         return None
-    say(f"{planned.cell.label} was recorded by another campaign meanwhile")
+    _announce(f"{planned.cell.label} was recorded by another campaign meanwhile")
     return outcomes[-1]

@@ -1,19 +1,22 @@
-"""Whether a campaign still measures as its recorded cells were measured: one document per name in the dataset."""
+"""Whether a campaign still measures as its recorded cells were measured: marks in the dataset, by settings and cell."""
 
+import contextlib
+import hashlib
+from collections.abc import Set
 from dataclasses import asdict, fields
 from typing import Any
 
 from precision_time.flows.spec import CampaignSpec
 from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_json
-from precision_time.storage.errors import InputError, IntegrityError, NotFoundError
+from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, VersionExistsError
 from precision_time.storage.filesystem import open_store
 from precision_time.tasks.job import MeasurementLimits
 
-__all__ = ["check_unchanged", "limits_of", "list_changes", "note_settings"]
+__all__ = ["check_unchanged", "limits_of", "list_changes", "note_measured", "note_settings"]
 
-_FOLDER = "campaigns/v1"
-#: Earlier settings that are kept: a document must not grow without end.
-_KEPT = 100
+#: ``DIGEST.json`` holds settings, and ``DIGEST/CELL.json`` says that a cell was measured with them: names tell which
+#: cells those are, and of campaigns that run at once none can overwrite what another wrote.
+_FOLDER = "settings/v1"
 
 
 def limits_of(spec: CampaignSpec) -> MeasurementLimits:
@@ -27,52 +30,66 @@ def limits_of(spec: CampaignSpec) -> MeasurementLimits:
     )
 
 
-def list_changes(spec: CampaignSpec) -> list[str]:
-    """The settings, as ``name: before -> now``, in which ``spec`` differs from the last run of its name on its data.
+def list_changes(spec: CampaignSpec, *, cells: Set[str]) -> list[str]:
+    """Settings, as ``name: before -> now``, with which some of the recorded ``cells`` were measured otherwise than now.
 
-    Models, precisions and sizes are none of them: they only add or leave out cells. A setting that an older version
-    did not know counts as its default then.
+    Whichever campaign measured them. Models, precisions and sizes are no settings: they only add or leave out cells. A
+    setting that an older version did not know counts as its default then, and a cell of which nothing is noted as
+    measured like this.
     """
-    history = _read(spec)
-    if not history:
-        return []
-    defaults = asdict(MeasurementLimits())
-    before, now = defaults | history[-1], asdict(limits_of(spec))
-    return [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
+    own = _digest(spec)
+    measured: dict[str, set[str]] = {}
+    for path in open_store(spec.data).list_files(_FOLDER):
+        digest, _, cell = path.removeprefix(f"{_FOLDER}/").removesuffix(".json").partition("/")
+        if cell in cells:
+            measured.setdefault(digest, set()).add(cell)
+    like_this = measured.pop(own, set())
+    now = asdict(limits_of(spec))
+    changes: dict[str, set[str]] = {}
+    for digest, otherwise in sorted(measured.items()):
+        before = _read(spec.data, digest)
+        for name, value in now.items():
+            if before is not None and before[name] != value and otherwise - like_this:
+                changes.setdefault(f"{name}: {before[name]} -> {value}", set()).update(otherwise - like_this)
+    return [f"{change} (cells: {len(changed)})" for change, changed in changes.items()]
 
 
-def check_unchanged(spec: CampaignSpec) -> None:
-    """Raise ``InputError`` with the changes unless there are none or ``spec`` accepts them."""
-    changes = [] if spec.accept_changes else list_changes(spec)
+def check_unchanged(spec: CampaignSpec, *, cells: Set[str]) -> None:
+    """Raise ``InputError`` with what ``list_changes`` finds, unless that is nothing or ``spec`` accepts changes."""
+    changes = [] if spec.accept_changes else list_changes(spec, cells=cells)
     if changes:
         raise InputError(
             f"campaign {spec.name} has recorded cells that were measured with other settings",
             got="; ".join(changes),
             expected="the settings of the cells that are recorded in this data folder",
-            fix="take the settings back, give the campaign another name or data folder, or --accept-changes",
+            fix="take the settings back, give the campaign another data folder, or --accept-changes",
         )
 
 
 def note_settings(spec: CampaignSpec) -> None:
-    """Write down the settings of ``spec`` behind earlier ones, unless the last are the same."""
-    history, now = _read(spec), asdict(limits_of(spec))
-    if history and history[-1] == now:
-        return
-    open_store(spec.data).write_bytes(_path(spec), dump_json({"measured_with": [*history, now][-_KEPT:]}))
+    """Write down the settings of ``spec``; whoever else does so writes the same bytes, and mends a damaged file."""
+    open_store(spec.data).write_bytes(f"{_FOLDER}/{_digest(spec)}.json", dump_json(asdict(limits_of(spec))))
 
 
-def _path(spec: CampaignSpec) -> str:
-    return f"{_FOLDER}/{spec.name}.json"
+def note_measured(spec: CampaignSpec, cell_id: str) -> None:
+    """Write down that the recorded cell ``cell_id`` was measured with the settings of ``spec``."""
+    with contextlib.suppress(VersionExistsError):
+        path = f"{_FOLDER}/{_digest(spec)}/{cell_id}.json"
+        open_store(spec.data).create_bytes(path, dump_json({"campaign": spec.name}))
 
 
-def _read(spec: CampaignSpec) -> list[dict[str, Any]]:
-    """Settings of earlier runs, oldest first; none where the document is missing or damaged, which stops nothing."""
+def _digest(spec: CampaignSpec) -> str:
+    return hashlib.sha256(dump_json(asdict(limits_of(spec)))).hexdigest()[:16]
+
+
+def _read(data: str, digest: str) -> dict[str, Any] | None:
+    """The settings of a digest; None where they are missing or damaged, which stops nothing."""
+    path = f"{_FOLDER}/{digest}.json"
     try:
-        document = parse_json(open_store(spec.data).read_bytes(_path(spec), max_bytes=MAX_JSON_BYTES), name=_path(spec))
+        values = parse_json(open_store(data).read_bytes(path, max_bytes=MAX_JSON_BYTES), name=path)
     except (NotFoundError, IntegrityError):
-        return []
-    history = document.get("measured_with") if isinstance(document, dict) else None
+        return None
+    if not isinstance(values, dict):
+        return None
     known = {field.name for field in fields(MeasurementLimits)}
-    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
-        return []
-    return [{name: value for name, value in entry.items() if name in known} for entry in history]
+    return asdict(MeasurementLimits()) | {name: value for name, value in values.items() if name in known}

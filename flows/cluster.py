@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import shutil
 import signal
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -17,18 +16,17 @@ from urllib.parse import urlsplit
 import dask
 from distributed import Client, LocalCluster
 
-from precision_time.flows.cluster_settings import SlurmOptions, find_scratch, is_address, is_local
+from precision_time.flows.cluster_settings import SlurmOptions, is_address, is_local
 from precision_time.storage.errors import (
     InputError,
     NoWorkersError,
     PrecisionTimeError,
-    StorageError,
 )
 from precision_time.tasks.leases import install_gangs, lease_workers
 from precision_time.tasks.probe import ProbeReport, probe_device
 from precision_time.tasks.rank_process import visible_devices
 
-__all__ = ["Client", "check_scratch", "open_cluster", "open_scratch", "probe_cluster", "probe_worker"]
+__all__ = ["Client", "check_scratch", "open_cluster", "probe_cluster", "probe_worker"]
 
 #: A worker that dies costs one attempt of one cell, decided by us: Dask must not run a rank again by itself, and a
 #: rank pinned to a worker that is gone must end with an error instead of pending for ever. A scheduler that runs
@@ -42,6 +40,10 @@ _SETTINGS: dict[str, Any] = {
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
+    # a worker that samples itself and ticks often takes 4 % of a core from the rank that it started
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.system-monitor.interval": "5s",
+    "distributed.admin.tick.interval": "1s",
     "distributed.admin.tick.limit": "60s",
     "logging.distributed": "critical",
 }
@@ -166,6 +168,13 @@ def _start_slurm(device_type: str, workers: int, options: SlurmOptions | None) -
 def _connect(address: str) -> Client:
     try:
         return Client(address, timeout=CONNECT_S)
+    except TypeError as error:  # Dask's answer to tls:// without certificates
+        raise InputError(
+            "the cluster wants TLS and there is no certificate",
+            got=f"{address}: {error}",
+            expected="DASK_DISTRIBUTED__COMM__TLS__CA_FILE, CLIENT__CERT and CLIENT__KEY",
+            fix="deploy/make_certificates.sh; see deploy/README.md",
+        ) from error
     except (OSError, TimeoutError, ValueError) as error:
         raise InputError(
             "no scheduler answers at the cluster's address",
@@ -297,27 +306,6 @@ def _count_ranks(client: Client, report: ProbeReport) -> int:
     hosts = [urlsplit(address).hostname for address in client.scheduler_info(n_workers=-1)["workers"]]
     widest = max(map(hosts.count, hosts))
     return min(widest, report.device_count) if report.environment.device_type == "cuda" else widest
-
-
-@contextlib.contextmanager
-def open_scratch(*, cluster: str, data: str, scratch: str | None = None) -> Iterator[Path]:
-    """A folder for the files of the ranks, removed at the end of the block.
-
-    A local cluster has it among the temporary files, unless ``scratch`` names a place; the others need one that all
-    hosts share: ``scratch``, else a folder of this name beside the data. Raises ``InputError`` when there is neither
-    and ``StorageError`` when it cannot be written.
-    """
-    parent = None if is_local(cluster) and scratch is None else find_scratch(data=data, scratch=scratch)
-    try:
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        kept = tempfile.TemporaryDirectory(prefix="precision-time-", dir=parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise StorageError(
-            "the scratch folder cannot be written", got=f"{parent}: {error.strerror}", expected="a writable folder"
-        ) from error
-    with kept as folder:
-        yield Path(folder)
 
 
 def check_scratch(client: Client, folder: Path) -> None:

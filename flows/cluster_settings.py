@@ -1,20 +1,18 @@
 """The settings that say which cluster a campaign runs on, checked without Dask."""
 
 import re
-from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["CLUSTERS", "ClusterName", "SlurmOptions", "find_scratch", "is_address", "is_local"]
+__all__ = ["CLUSTERS", "ClusterName", "SlurmOptions", "is_address", "is_local"]
 
 #: ``auto`` is ``local-cuda`` where a GPU is found or asked for, else ``local``.
 CLUSTERS = ("auto", "local", "local-cuda", "slurm")
 ADDRESS = re.compile(r"(tcp|tls)://[^\s/@?#]+:[0-9]{1,5}")
-ADDRESS_EXPECTED = "tcp://host:port of a running Dask scheduler"
+ADDRESS_EXPECTED = "tcp://host:port (or tls://) of a running Dask scheduler"
 
 
 def is_address(cluster: str) -> bool:
@@ -67,20 +65,3 @@ class SlurmOptions(BaseModel):
     directives: tuple[Line, ...] = Field(
         (), title="Directives", description="More options of sbatch, such as --constraint=epyc.", max_length=50
     )
-
-
-def find_scratch(*, data: str, scratch: str | None) -> Path:
-    """The folder that all hosts share: ``scratch``, else a folder ``scratch`` beside a local ``data``.
-
-    Raises ``InputError`` that says what to set when the data are in an object store.
-    """
-    if scratch is not None:
-        return Path(scratch).expanduser().absolute()
-    parts = urlsplit(data)
-    if parts.scheme and parts.scheme != "file":
-        raise InputError(
-            "the ranks on other hosts need a folder that all of them see",
-            got=f"data: {data}, and no scratch",
-            expected="scratch: with a folder on a shared file system",
-        )
-    return Path(parts.path if parts.scheme else data).expanduser().absolute().parent / "scratch"

@@ -127,8 +127,8 @@ def retrain(
     predictor back: the champion then stays in use.
     """
     from precision_time.flows.prefect_settings import prefect_api
+    from precision_time.flows.retrain_spec import RetrainSpec
     from precision_time.flows.settings_file import Document, build_model
-    from precision_time.flows.spec import RetrainSpec
     from precision_time.flows.terminal import open_console, print_retraining, say
     from precision_time.storage.errors import GoalNotMetError
 

@@ -57,7 +57,8 @@ def run_demo(folder: Path, *, console: Console) -> dict[str, Any]:
     """
     from precision_time.flows.campaign import run_campaign
     from precision_time.flows.retrain import run_retraining
-    from precision_time.flows.spec import RetrainSpec, read_campaign
+    from precision_time.flows.retrain_spec import RetrainSpec
+    from precision_time.flows.spec import read_campaign
 
     registry = str(folder / "registry")
 

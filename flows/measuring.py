@@ -13,9 +13,20 @@ from precision_time.flows.budget import Budget
 from precision_time.flows.interrupts import Interrupts
 from precision_time.flows.plan import CampaignPlan, PlannedCell
 from precision_time.flows.progress import CampaignProgress
+from precision_time.storage.errors import ClusterLostError, NoWorkersError
 from precision_time.storage.schema import CellOutcome
+from precision_time.tasks.leases import LeaseWait
 
-__all__ = ["CellStoppedError", "Choose", "Measure", "MeasuredCells", "Submit", "measure_missing"]
+__all__ = [
+    "CellNotStartedError",
+    "CellStoppedError",
+    "Choose",
+    "Measure",
+    "MeasuredCells",
+    "Submit",
+    "measure_missing",
+    "watch_wait",
+]
 
 Outcomes = dict[str, CellOutcome]
 Measure = Callable[[PlannedCell], CellOutcome]
@@ -32,6 +43,26 @@ STOPPING_S = 20.0
 
 class CellStoppedError(KeyboardInterrupt):
     """Raised in the thread of a cell that is to stop now; like Ctrl-C, no ``except Exception`` holds it up."""
+
+
+class CellNotStartedError(Exception):
+    """A cell that still waited for workers was given up, since no other cell is to be started either."""
+
+
+def watch_wait(
+    planned: PlannedCell, *, progress: CampaignProgress, interrupts: Interrupts
+) -> Callable[[LeaseWait], None]:
+    """What ``profile_cell`` calls while ``planned`` waits for workers: others may hold them for days.
+
+    It shows the wait, and raises ``CellNotStartedError`` once Ctrl-C was pressed: this cell is not under way.
+    """
+
+    def watch(wait: LeaseWait) -> None:
+        if interrupts.requested:
+            raise CellNotStartedError(f"interrupted while it was {wait}")
+        progress.show_wait(planned, wait)
+
+    return watch
 
 
 @dataclass(slots=True)
@@ -53,13 +84,15 @@ def measure_missing(
     at_once: int = 1,
     submit: Submit | None = None,
     interrupts: Interrupts | None = None,
+    started: float | None = None,
 ) -> MeasuredCells:
     """Measure the missing cells of ``plan`` in their order, or those that ``choose`` names batch by batch.
 
     ``at_once`` cells run side by side, and no more than these are ever handed to ``submit``. Cells that failed are
     tried again after the others, up to ``max_attempts`` in all; what the device refuses is not. An error of
-    ``measure`` ends the campaign after the cells under way, and is raised then. Whatever is raised in this thread (a
-    second Ctrl-C, a cancelled run) stops them at once.
+    ``measure`` ends the campaign after the cells under way, and is raised then; a lost cluster only where this run has
+    recorded nothing, else it is what ended the run. Whatever is raised in this thread (a second Ctrl-C, a cancelled
+    run) stops them at once. ``started`` is when the run began, by ``time.monotonic``; now by default.
     """
     with ThreadPoolExecutor(at_once, thread_name_prefix="cell") as pool:
         loop = _Loop(
@@ -72,6 +105,7 @@ def measure_missing(
             at_once=at_once,
             submit=submit or (lambda planned, run: pool.submit(run)),
             interrupts=interrupts or Interrupts(),
+            started=time.monotonic() if started is None else started,
         )
         return loop.run()
 
@@ -92,13 +126,13 @@ class _Loop:
     at_once: int
     submit: Submit
     interrupts: Interrupts
+    started: float
     measured: MeasuredCells = field(default_factory=MeasuredCells)
     waiting: deque[PlannedCell] = field(default_factory=deque)
     failed: deque[PlannedCell] = field(default_factory=deque)
     attempts: dict[str, int] = field(default_factory=dict)
     running: dict["Future[Any]", "_Running"] = field(default_factory=dict)
     error: BaseException | None = None
-    started: float = field(default_factory=time.monotonic)
 
     def run(self) -> MeasuredCells:
         try:
@@ -114,7 +148,13 @@ class _Loop:
             self._stop_now()
             raise
         if self.error is not None:
-            raise self.error
+            has_some = any(outcome.status == "recorded" for outcome in self.measured.outcomes.values())
+            if not has_some or not isinstance(self.error, ClusterLostError | NoWorkersError):
+                raise self.error
+            self.measured.ended_by = f"the loss of the cluster ({self.error})"
+        elif self.interrupts.requested:
+            # In the last cell too: whoever pressed Ctrl-C is answered by it.
+            self.measured.ended_by = INTERRUPTED
         return self.measured
 
     def _next(self) -> PlannedCell | None:
@@ -149,6 +189,9 @@ class _Loop:
 
     def _finish(self, future: "Future[Any]") -> None:
         run = self.running.pop(future)
+        if isinstance(run.error, CellNotStartedError):
+            self.progress.drop_cell(run.planned)
+            return
         if run.error is not None:
             self.error = self.error or run.error
             return

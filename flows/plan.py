@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from precision_time.flows.changes import check_unchanged
+from precision_time.flows.changes import check_unchanged, limits_of
 from precision_time.flows.cluster_settings import is_local
 from precision_time.flows.order import order_cells
 from precision_time.flows.spec import CampaignSpec
@@ -21,7 +21,10 @@ from precision_time.predictor.workload import WorkloadFeatures, find_workload
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
 from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.glm import GlmCell, check_glm_cells, environment_of, estimate_glm_s, is_glm
+from precision_time.tasks.glm_launch import check_mpi
 from precision_time.tasks.probe import ProbeReport, probe_device
+from precision_time.tasks.refusals import refuse_cell
 
 __all__ = ["CampaignPlan", "CellEstimate", "PlannedCell", "plan_campaign"]
 
@@ -36,7 +39,8 @@ class PlannedCell:
     """A cell, its identity on this machine, whether the dataset has it, and the seconds it is expected to take.
 
     ``place`` is its turn in the order of measuring. ``refusal`` is the outcome by which this very environment has
-    refused it before: it cannot come out differently, so it is not tried again.
+    refused it before: it cannot come out differently, so it is not tried again. ``is_refusable`` says that it needs no
+    try to be refused; it then takes no time, and comes behind all others.
     """
 
     cell: GridCell
@@ -45,13 +49,16 @@ class PlannedCell:
     estimated_s: float
     place: int = 0
     refusal: CellOutcome | None = None
+    is_refusable: bool = False
 
     @property
     def state(self) -> str:
-        """``recorded``, ``refused`` or ``missing``."""
+        """``recorded``, ``refused``, ``will be refused`` or ``missing``."""
         if self.is_recorded:
             return "recorded"
-        return "missing" if self.refusal is None else "refused"
+        if self.refusal is not None:
+            return "refused"
+        return "will be refused" if self.is_refusable else "missing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +117,7 @@ class CampaignPlan:
             "cells_planned": len(self.cells),
             "cells_recorded": states["recorded"],
             "cells_refused": states["refused"],
+            "cells_to_refuse": states["will be refused"],
             "cells_missing": states["missing"],
             "cells_to_measure": self.cells_to_measure,
             "estimated_s": round(self.estimated_s, 1),
@@ -146,36 +154,41 @@ def _describe_cluster(spec: CampaignSpec) -> str:
 def plan_campaign(spec: CampaignSpec, *, probe: Callable[[str], ProbeReport] | None = None) -> CampaignPlan:
     """The grid of ``spec`` on this machine, after every check that needs no measuring.
 
-    In this order: the data folder takes files; the device has the GPUs and the precisions; models of the user's own
-    import; what is missing would be measured as what is recorded was. Raises ``StorageError`` and its kin,
-    ``InputError`` or ``PrecisionUnsupportedError``.
+    In this order: models and strategies fit each other; the data folder takes files; the device has the GPUs and the
+    precisions; models of the user's own import, and CA-SGD has its CPU and MPI; what is missing would be measured as
+    what is recorded was. Raises ``StorageError`` and its kin, ``InputError`` or ``PrecisionUnsupportedError``.
     """
     cells = spec.cells()
+    check_glm_cells(cells)
     dataset = TimingsDataset(spec.data)
     dataset.check_writable(required_bytes=_required_bytes(spec, cells))
     device = probe(spec.device) if probe else _probe_once(spec.cluster, spec.device, _describe_cluster(spec))
     _check_device(cells, device, cluster=spec.cluster)
     for model in sorted({cell.model for cell in cells if ":" in cell.model}):
         _check_factory(model)
+    _check_glm([cell for cell in cells if is_glm(cell.model)], device)
     recorded = dataset.recorded_cells()
     estimate = CellEstimate(spec, device, cards=dataset.read_cards("workloads"))
-    ids = {cell: cell.cell_id(device.environment) for cell in cells}
-    places = {cell: place for place, cell in enumerate(order_cells(cells))}
+    ids = {cell: cell.cell_id(environment_of(cell, device.environment)) for cell in cells}
+    refusable = {cell for cell in cells if not is_glm(cell.model) and refuse_cell(cell) is not None}
+    ordered = order_cells([cell for cell in cells if cell not in refusable])
+    places = {cell: place for place, cell in enumerate([*ordered, *(cell for cell in cells if cell in refusable)])}
     refusals = _find_refusals(dataset, missing=set(ids.values()) - recorded)
     planned = tuple(
         PlannedCell(
             cell=cell,
             cell_id=cell_id,
             is_recorded=cell_id in recorded,
-            estimated_s=estimate.seconds(cell),
+            estimated_s=0.0 if cell in refusable else estimate.seconds(cell),
             place=places[cell],
             refusal=refusals.get(cell_id),
+            is_refusable=cell in refusable,
         )
         for cell, cell_id in ids.items()
     )
     plan = CampaignPlan(spec=spec, device=device, cells=planned)
-    if plan.cells_to_measure and not recorded.isdisjoint(ids.values()):
-        check_unchanged(spec)
+    if plan.cells_to_measure:
+        check_unchanged(spec, cells=recorded.intersection(ids.values()))
     return plan
 
 
@@ -208,7 +221,9 @@ def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -
             expected=f"at most {device.device_count}",
             fix="take them out of gpus, exclude them, or spread them over hosts with gpus_per_node",
         )
-    lacking = sorted({cell.precision for cell in cells} & set(device.unsupported))
+    # CA-SGD brings its own arithmetic, whatever the kernels of PyTorch lack.
+    asked = {cell.precision for cell in cells if not is_glm(cell.model)}
+    lacking = sorted(asked & set(device.unsupported))
     if lacking:
         raise PrecisionUnsupportedError(
             f"{gpu} cannot run {'a precision' if len(lacking) == 1 else f'{len(lacking)} precisions'} of the campaign",
@@ -216,6 +231,19 @@ def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -
             expected=f"one that the device has: {', '.join(_supported(device))}",
             fix="take it out of precisions, or exclude it; nothing is replaced silently",
         )
+
+
+def _check_glm(cells: list[GridCell], device: ProbeReport) -> None:
+    if not cells:
+        return
+    if device.environment.device_type != "cpu":
+        raise InputError(
+            "campaigns time CA-SGD on CPUs",
+            got=f"{cells[0].model} on {device.environment.gpu}",
+            expected="device: cpu",
+            fix="give these models a campaign file of their own with device: cpu",
+        )
+    check_mpi(cells)
 
 
 def _supported(device: ProbeReport) -> list[str]:
@@ -272,6 +300,10 @@ class CellEstimate:
 
     def seconds(self, cell: GridCell) -> float:
         """Expected seconds of ``cell``, start-up included."""
+        if is_glm(cell.model):
+            return estimate_glm_s(
+                GlmCell.of(cell), hardware=self.hardware, cores=self.cores, limits=limits_of(self.spec)
+            )
         start_s = self.START_S + self.START_CORE_S * max(0.5, cell.world_size / self.cores)
         return start_s + min(self.spec.seconds_per_cell, self._iterations(cell) * self._iteration_s(cell))
 
@@ -301,7 +333,7 @@ class CellEstimate:
         )
 
     def _workload(self, model: str) -> WorkloadFeatures | None:
-        """The card of ``model``; None for one of the user's own that was never measured here: it gets the cap."""
-        if ":" in model and all(card.name != model for card in self.cards):
+        """The card of ``model``; None for CA-SGD, and for a model of the user's own that was never measured."""
+        if is_glm(model) or (":" in model and all(card.name != model for card in self.cards)):
             return None
         return find_workload(model, measured=self.cards)

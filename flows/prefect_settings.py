@@ -1,9 +1,7 @@
 """Prefect as the command line wants it: quiet, without tracking, JSON results, and an API of its own if none is set."""
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,16 +11,19 @@ from collections.abc import Iterator
 from typing import IO
 from urllib.parse import urlsplit, urlunsplit
 
+from precision_time.flows.tied_process import start_tied
 from precision_time.storage.errors import InputError, PrecisionTimeError
 from precision_time.storage.filesystem import open_store
 
-__all__ = ["prefect_api", "prepare_prefect"]
+__all__ = ["DEFAULTS", "SERVER_ENVIRONMENT", "prefect_api", "prepare_prefect", "server_command"]
 
 #: Read by Prefect at its first import. A value that the user has set stays.
 DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    # the newer pages ask a tracking service for its settings whatever the variables above say
+    "PREFECT_SERVER_UI_V2_ENABLED": "false",
     # what a person must know is printed by the commands; the pages of a run still get its log
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
@@ -31,8 +32,9 @@ DEFAULTS = {
     # the first start writes the database's tables, which takes longer than Prefect waits by default
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
 }
+#: Tells Prefect's application that nothing will be added to it, so that it serves requests at once.
+SERVER_ENVIRONMENT = {"PREFECT__SERVER_FINAL": "1"}
 _START_SECONDS = 180.0
-_PR_SET_PDEATHSIG = 1
 
 
 def prepare_prefect() -> None:
@@ -46,7 +48,7 @@ def prefect_api() -> Iterator[None]:
     """Run the block with a Prefect API: the configured one (``PREFECT_API_URL``, a profile), else one of our own.
 
     Our own is Prefect's temporary server on the loopback address with the database of ``PREFECT_HOME``; it ends with
-    this process however that ends. Raises ``InputError`` when the configured API does not answer.
+    this process however that ends. Raises ``InputError`` when the configured API does not answer, or refuses the login.
     """
     prepare_prefect()
     from prefect.settings import PREFECT_API_URL
@@ -60,6 +62,15 @@ def prefect_api() -> Iterator[None]:
                 got=f"{_without_password(configured)}: {problem}",
                 expected="a running Prefect server",
                 fix="start it (prefect server start), or unset PREFECT_API_URL to do without",
+            )
+        refusal = _login_refusal()
+        if refusal is not None:
+            given = "with the login of" if os.environ.get("PREFECT_API_AUTH_STRING") else "without"
+            raise InputError(
+                "the Prefect API refuses the login",
+                got=f"{_without_password(configured)}: {refusal}, {given} PREFECT_API_AUTH_STRING",
+                expected="the user and password that the server was started with",
+                fix="set PREFECT_API_AUTH_STRING=user:password",
             )
         yield
         return
@@ -101,6 +112,20 @@ def _health_problem() -> Exception | None:
         return client.api_healthcheck()
 
 
+def _login_refusal() -> str | None:
+    """How the API refuses us, such as ``401 Unauthorized``; its health check asks nobody for a login."""
+    import httpx
+    from prefect.client.orchestration import get_client
+
+    try:
+        with get_client(sync_client=True) as client:
+            client.request("GET", "/admin/version")
+    except httpx.HTTPStatusError as error:
+        answer = error.response
+        return f"{answer.status_code} {answer.reason_phrase}" if answer.status_code in {401, 403} else None
+    return None
+
+
 @contextlib.contextmanager
 def _own_server() -> Iterator[str]:
     import httpx
@@ -136,28 +161,12 @@ def _start_server(log: IO[bytes]) -> tuple["subprocess.Popen[bytes]", str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A session of its own: Ctrl-C in the terminal must not take the server away before the flow has said its last word.
-    server = subprocess.Popen(
-        [sys.executable, "-m", "precision_time.flows.prefect_settings", str(port), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-        env=os.environ | {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"},
-    )
-    return server, f"http://127.0.0.1:{port}/api"
+    environment = os.environ | {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"} | SERVER_ENVIRONMENT
+    return start_tied(server_command(port), env=environment, log=log), f"http://127.0.0.1:{port}/api"
 
 
-def _become_server(port: str, parent: int) -> None:
-    """Replace this process by the server, which the kernel ends when the process that asked for it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before prctl
-            return
+def server_command(port: int) -> list[str]:
+    """What runs Prefect's server on the loopback address, with ``SERVER_ENVIRONMENT`` beside the other variables."""
     application = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
-    address = ["--host", "127.0.0.1", "--port", port, "--log-level", "error"]
-    os.execv(sys.executable, [sys.executable, "-m", "uvicorn", *application, *address])
-
-
-if __name__ == "__main__":
-    _become_server(sys.argv[1], int(sys.argv[2]))
+    address = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+    return [sys.executable, "-m", "uvicorn", *application, *address]

@@ -13,11 +13,15 @@ from precision_time.flows.plan import CampaignPlan, PlannedCell
 from precision_time.predictor.estimate import format_duration
 from precision_time.storage.errors import printable
 from precision_time.storage.schema import CellOutcome
+from precision_time.tasks.leases import LeaseWait
 
 __all__ = ["CampaignProgress"]
 
 #: a log must say that a long cell is alive, and a tool that reads it must not wait longer
 LINE_EVERY_S = 30.0
+#: a wait for workers is named after so long, and then every so often: it may last for hours
+WAIT_SAID_AFTER_S = 15.0
+WAIT_SAID_EVERY_S = 60.0
 #: weight of the newest cell in the running ratio of taken to estimated time
 NEWEST = 0.3
 
@@ -33,6 +37,7 @@ class CampaignProgress:
         self._at_once = plan.at_once
         self._running: dict[str, tuple[PlannedCell, float]] = {}
         self._said = time.monotonic()
+        self._waits: dict[str, float] = {}
         self._waiting = {planned.cell_id: planned.estimated_s for planned in plan.missing}
         self._ratio: float | None = None
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
@@ -80,7 +85,21 @@ class CampaignProgress:
     def start_cell(self, planned: PlannedCell) -> None:
         """Say that ``planned`` is being measured now."""
         self._running[planned.cell_id] = planned, time.monotonic()
+        self._waits.pop(planned.cell_id, None)
         self._describe()
+
+    def show_wait(self, planned: PlannedCell, wait: LeaseWait) -> None:
+        """Say now and then that ``planned`` still waits for workers, and who has them; called about every second."""
+        # Its time starts when it has its workers.
+        self._running[planned.cell_id] = planned, time.monotonic()
+        due_s = self._waits.get(planned.cell_id, WAIT_SAID_AFTER_S)
+        if wait.seconds >= due_s:
+            self._waits[planned.cell_id] = wait.seconds + WAIT_SAID_EVERY_S
+            self._print(f"{planned.cell.label}: {wait}, for {format_duration(wait.seconds)} so far")
+
+    def drop_cell(self, planned: PlannedCell) -> None:
+        """Say no more of ``planned``, which was given up before it started."""
+        self._running.pop(planned.cell_id, None)
 
     def finish_cell(self, planned: PlannedCell, outcome: CellOutcome, *, is_last_attempt: bool) -> None:
         """Count ``planned``, unless it failed and will be tried again."""
@@ -123,7 +142,10 @@ class CampaignProgress:
                 continue  # a cell ended meanwhile
             self._said = time.monotonic()
             for planned, started in running:
-                lasting = format_duration(time.monotonic() - started)
+                lasting_s = time.monotonic() - started
+                if lasting_s < LINE_EVERY_S / 2:
+                    continue  # it waits for workers, which is said elsewhere
+                lasting = format_duration(lasting_s)
                 self._print(f"[{self.done}/{self.total}] {planned.cell.label}: measuring for {lasting}{self._left()}")
 
     def _print(self, text: str) -> None:

@@ -1,121 +1,294 @@
-"""retrain_predictor: snapshot, train, validate, gate, publish; it ends well also when nothing is published."""
+"""retrain_predictor: snapshot, drift watch, train, validate, gate, publish; it ends well also without a new version."""
+
+import functools
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from precision_time.flows.artifacts import ProgressArtifact, publish_pages
-from precision_time.flows.spec import RetrainSpec
+from precision_time.flows.artifacts import LiveTable, ProgressArtifact, publish_pages
+from precision_time.flows.predictor_events import PredictorEvent, announce
+from precision_time.flows.retrain_spec import RetrainSpec
 from precision_time.flows.summary import RetrainResult, RetrainStatus
 from precision_time.predictor.explain import feature_importances
+from precision_time.predictor.hierarchy import HierarchicalPredictor
+from precision_time.storage.errors import InputError, StorageError
+from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
-from precision_time.tasks.publish import find_champion, is_trained_on, publish_predictor, trained_cells
+from precision_time.tasks.drift import DriftReport, watch_drift
+from precision_time.tasks.gate import GateDecision, judge_challenger
+from precision_time.tasks.plots import draw_retraining_plots, show_plots
+from precision_time.tasks.publication import Standing, find_standing, publish_in_turn
+from precision_time.tasks.publish import publish_predictor
 from precision_time.tasks.report import accuracy_rows, write_report
 from precision_time.tasks.train import Snapshot, fit_predictor, take_snapshot
-from precision_time.tasks.validate import Accuracy, judge_challenger, validate_predictor
+from precision_time.tasks.validate import Accuracy, Validation, validate_predictor
 
 __all__ = ["retrain_predictor", "run_retraining"]
 
+Result = TypeVar("Result")
 
-# Steps hand objects over in memory: nothing is cached by a hash of them or written as a result.
-snapshot_task = task(name="snapshot", cache_policy=NO_CACHE, persist_result=False)(take_snapshot)
-train_task = task(name="train", cache_policy=NO_CACHE, persist_result=False)(fit_predictor)
-validate_task = task(name="validate", cache_policy=NO_CACHE, persist_result=False)(validate_predictor)
-publish_task = task(name="publish", cache_policy=NO_CACHE, persist_result=False)(publish_predictor)
+#: Runs that published while this one judged, after which it leaves the rest to the next night.
+MOST_ROUNDS = 3
+_EVENTS: dict[RetrainStatus, PredictorEvent] = {
+    "published": "published", "held back": "held-back", "nothing new": "nothing-new"
+}  # fmt: skip
 
 
-@flow(name="retrain-predictor", result_serializer="json", persist_result=False)
+def _is_away(task: Any, task_run: Any, state: Any) -> bool:
+    """Whether a step failed because a store did not answer: anything else fails again in the same way."""
+    return isinstance(state.result(raise_on_failure=False), StorageError)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def run_step(step: Callable[[], Result]) -> Result:
+    """Run one step; its objects stay in memory, neither hashed for a cache nor written as a result."""
+    # A function, not its arguments: Prefect goes through each object of an argument, of 10,000 rows for minutes.
+    return step()
+
+
+@flow(name="retrain-predictor", flow_run_name="{spec.name}", result_serializer="json", persist_result=False)
 def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
     """Train on recorded timings, the public table or both, validate, and publish what passes the gate.
 
-    The run ends Completed with its reasons when the gate is not passed or no data is new: the champion then stays.
+    The run ends Completed with its reasons when the gate is not passed or no data is new: the champion then stays. It
+    fails, and the champion stays, when storage does not answer after as many attempts as asked for.
     """
     logger = get_run_logger()
     progress = ProgressArtifact("retrain-progress", description="Retraining: snapshot, train, validate, publish")
 
-    snapshot = snapshot_task(
-        spec.data, public=spec.public, measurements=spec.measurements, holdout_models=spec.holdout_models
+    read = functools.partial(
+        take_snapshot,
+        spec.data,
+        public=spec.public,
+        measurements=spec.measurements,
+        holdout_models=spec.holdout_models,
     )
+    snapshot = run_step.with_options(name="snapshot", **_patience(spec))(read)
     for path, reason in snapshot.problems:
         logger.warning("left out %s: %s", path, reason)
     progress.update(0.2)
 
-    champion = find_champion(spec.registry, f"{spec.name}@{spec.alias}")
-    champion_id = champion.manifest.artifact_id if champion else None
-    if champion is not None and is_trained_on(champion, snapshot, holdout_models=spec.holdout_models):
+    standing = _look_up(spec, snapshot)
+    drift = _watch(spec, snapshot, standing)
+    if standing.unneeded is not None:
         progress.update(1.0)
+        accuracy = {} if standing.champion is None else standing.champion.manifest.accuracy
         return _conclude(
-            spec,
-            snapshot,
-            "nothing new",
-            champion_id,
-            [f"no data is new since {champion_id}"],
-            champion.manifest.accuracy,
+            spec, snapshot, "nothing new", standing, reasons=[standing.unneeded], accuracy=accuracy, drift=drift
         )
 
-    predictor = train_task(snapshot, seed=spec.seed)
+    predictor = run_step.with_options(name="train")(functools.partial(fit_predictor, snapshot, seed=spec.seed))
     progress.update(0.4)
-    validation = validate_task(snapshot, level=spec.level, seed=spec.seed)
+    validation = run_step.with_options(name="validate")(
+        functools.partial(validate_predictor, snapshot, level=spec.level, seed=spec.seed)
+    )
     progress.update(0.8)
-    decision = judge_challenger(
+    result = _judge_and_publish(
+        spec,
         snapshot,
-        validation,
-        champion=champion,
-        champion_cells=trained_cells(spec.registry, champion) if champion else frozenset(),
-    )
-    report = write_report(
-        snapshot,
-        validation,
-        decision,
-        holdout_models=spec.holdout_models,
-        importances=feature_importances(predictor),
-    )
-    publish_pages(
-        table=accuracy_rows(validation.accuracy),
-        report=report,
-        key="retrain-accuracy",
-        description=f"Accuracy of {spec.name} by split and method; fractions, rmse in seconds",
-    )
-    if not decision.passed:
-        progress.update(1.0)
-        return _conclude(spec, snapshot, "held back", champion_id, list(decision.reasons), validation.accuracy)
-    manifest = publish_task(
         predictor.with_intervals(validation.radii, level=spec.level).with_effects(validation.effects),
+        validation,
+        standing=standing,
+        drift=drift,
+    )
+    progress.update(1.0)
+    return result
+
+
+def _judge_and_publish(
+    spec: RetrainSpec,
+    snapshot: Snapshot,
+    predictor: HierarchicalPredictor,
+    validation: Validation,
+    *,
+    standing: Standing,
+    drift: DriftReport | None,
+) -> RetrainResult:
+    """The gate against the champion, and again against any other that a run beside this one publishes meanwhile."""
+    token, pictures = uuid.uuid4().hex, _draw(validation, snapshot)
+    for _ in range(MOST_ROUNDS):
+        decision = judge_challenger(snapshot, validation, champion=standing.champion, trained=standing.trained)
+        report = write_report(
+            snapshot,
+            validation,
+            decision,
+            holdout_models=spec.holdout_models,
+            importances=feature_importances(predictor),
+            drift=drift,
+            pictures=show_plots(pictures),
+        )
+        _show(spec, validation, decision, report=report, pictures=pictures)
+        conclude = functools.partial(
+            _conclude, spec, snapshot, accuracy=validation.accuracy, decision=decision, drift=drift
+        )
+        if not decision.passed:
+            return conclude("held back", standing, reasons=decision.reasons)
+        manifest = _publish(
+            spec, snapshot, predictor, validation, report=report, plots=pictures, standing=standing, token=token
+        )
+        if manifest is not None:
+            return conclude("published", standing, reasons=decision.reasons, published=manifest)
+        get_run_logger().info("another run has published meanwhile: judging against the champion of now")
+        standing = _look_up(spec, snapshot)
+        if standing.unneeded is not None:
+            return conclude("nothing new", standing, reasons=[standing.unneeded])
+    return conclude(
+        "held back",
+        standing,
+        reasons=[f"{MOST_ROUNDS} other runs published while this one judged: the next one goes on"],
+    )
+
+
+def _publish(
+    spec: RetrainSpec,
+    snapshot: Snapshot,
+    predictor: HierarchicalPredictor,
+    validation: Validation,
+    *,
+    report: str,
+    plots: Mapping[str, bytes],
+    standing: Standing,
+    token: str,
+) -> ArtifactManifest | None:
+    """The new version, or None where another run has moved the alias meanwhile."""
+    publish = functools.partial(
+        publish_predictor,
+        predictor,
         snapshot,
         validation,
         report=report,
         registry=spec.registry,
         name=spec.name,
-        alias=spec.alias,
+        alias=None,
         holdout_models=spec.holdout_models,
         seed=spec.seed,
+        plots=plots,
     )
-    Registry(spec.registry).verify(manifest.artifact_id)
-    progress.update(1.0)
-    reasons = list(decision.reasons)
-    return _conclude(spec, snapshot, "published", manifest.artifact_id, reasons, validation.accuracy)
+    try:
+        return run_step.with_options(name="publish", **_patience(spec))(
+            functools.partial(
+                publish_in_turn,
+                publish,
+                registry=spec.registry,
+                name=spec.name,
+                alias=spec.alias,
+                champion=standing.champion,
+                sha256=snapshot.sha256,
+                token=token,
+            )
+        )
+    except StorageError as error:
+        in_use = "nothing is" if standing.champion is None else f"{standing.champion.manifest.artifact_id} stays"
+        raise StorageError(
+            f"the predictor passed the gate and was not published, {in_use} in use",
+            got=f"{spec.publish_attempts} attempts: {error}",
+            expected="a registry that can be written",
+            fix="mend the storage; the next retraining publishes",
+        ) from error
+
+
+def _patience(spec: RetrainSpec) -> dict[str, Any]:
+    """How a step that needs storage waits for it."""
+    waits = [spec.publish_wait_s * 2**attempt for attempt in range(spec.publish_attempts - 1)]
+    return {"retries": len(waits), "retry_delay_seconds": waits or None, "retry_condition_fn": _is_away}
+
+
+def _look_up(spec: RetrainSpec, snapshot: Snapshot) -> Standing:
+    look_up = functools.partial(
+        find_standing,
+        snapshot,
+        registry=spec.registry,
+        name=spec.name,
+        alias=spec.alias,
+        holdout_models=spec.holdout_models,
+    )
+    return run_step.with_options(name="champion", **_patience(spec))(look_up)
+
+
+def _watch(spec: RetrainSpec, snapshot: Snapshot, standing: Standing) -> DriftReport | None:
+    """What was measured since the champion was trained, against its intervals; when it drifts, an event says so."""
+    if standing.champion is None:
+        return None
+    new = [seen for seen in snapshot.training if seen.measurement.cell_id not in standing.trained]
+    drift = run_step.with_options(name="drift watch")(functools.partial(watch_drift, new, champion=standing.champion))
+    log = get_run_logger()
+    (log.warning if drift.verdict == "drifting" else log.info)(drift.summary)
+    LiveTable("predictor-drift", description=f"{spec.name}: {drift.summary}").write_rows(drift.table())
+    if drift.verdict == "drifting":
+        announce("drifting", name=spec.name, payload={"summary": drift.summary, "rows": drift.table()})
+    return drift
+
+
+def _draw(validation: Validation, snapshot: Snapshot) -> dict[str, bytes]:
+    try:
+        return draw_retraining_plots(validation, snapshot.training)
+    except InputError as error:
+        get_run_logger().info("no plots: %s", error)
+        return {}
+
+
+def _show(
+    spec: RetrainSpec,
+    validation: Validation,
+    decision: GateDecision,
+    *,
+    report: str,
+    pictures: Mapping[str, bytes],
+) -> None:
+    publish_pages(
+        table=accuracy_rows(validation.accuracy),
+        report=report,
+        key="retrain-accuracy",
+        description=f"Accuracy of {spec.name} by split and method; fractions, rmse in seconds",
+        pictures=pictures,
+    )
+    if decision.comparisons:
+        verdict = "passed" if decision.passed else "not passed"
+        LiveTable(
+            "retrain-gate",
+            description=f"Gate of {spec.name}, {verdict}: mean absolute log errors of challenger and "
+            f"{decision.champion} on the same rows",
+        ).write_rows(decision.table())
 
 
 def _conclude(
     spec: RetrainSpec,
     snapshot: Snapshot,
     status: RetrainStatus,
-    artifact_id: str | None,
-    reasons: list[str],
+    standing: Standing,
+    *,
+    reasons: Sequence[str],
     accuracy: Accuracy,
+    decision: GateDecision | None = None,
+    drift: DriftReport | None = None,
+    published: ArtifactManifest | None = None,
 ) -> RetrainResult:
     logger = get_run_logger()
-    for reason in reasons:
-        logger.info(reason)
-    return RetrainResult(
+    in_use = published or (standing.champion.manifest if standing.champion is not None else None)
+    result = RetrainResult(
         status=status,
-        artifact_id=artifact_id,
-        reasons=reasons,
+        artifact_id=None if in_use is None else in_use.artifact_id,
+        reasons=list(reasons),
         left_out=[f"{path}: {reason}" for path, reason in snapshot.problems],
         rows=len(snapshot.training),
         holdout_models=list(spec.holdout_models),
         training_data_sha256=snapshot.sha256,
         accuracy=accuracy,
+        decision=None if decision is None else decision.to_dict(),
+        drift=None if drift is None else drift.to_dict(),
     )
+    logger.info("%s: %s", status, result.artifact_id or "no artifact is in use")
+    for reason in reasons:
+        logger.info(reason)
+    announce(
+        _EVENTS[status],
+        name=spec.name,
+        payload=result.model_dump(mode="json", include={"status", "artifact_id", "reasons", "rows", "decision"}),
+    )
+    return result
 
 
 def run_retraining(spec: RetrainSpec) -> RetrainResult:

@@ -356,6 +356,8 @@ def _known_keys(model: type[BaseModel], location: Location) -> list[str]:
     node: dict[str, Any] = schema
     for part in location:
         node = node["items"] if isinstance(part, int) else node["properties"][part]
+        # What may be left out is a choice of its own keys and of nothing.
+        node = next((choice for choice in node.get("anyOf", ()) if "$ref" in choice), node)
         while "$ref" in node:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
     return list(node.get("properties", {}))

@@ -1,4 +1,4 @@
-"""CampaignSpec: what a campaign measures and how, checked and expanded into cells; and RetrainSpec beside it."""
+"""CampaignSpec: what a campaign measures and how, checked and expanded into cells."""
 
 import itertools
 import math
@@ -17,8 +17,8 @@ from precision_time.flows.axes import (
     Checkpointing,
     Compression,
     Gpus,
-    Model,
-    PrecisionName,
+    Models,
+    Precisions,
     Steps,
     Strategy,
     Switch,
@@ -28,7 +28,7 @@ from precision_time.flows.settings_file import Document, build_model, parse_dura
 from precision_time.storage.errors import InputError
 from precision_time.storage.schema import OPTIONS, GridCell
 
-__all__ = ["MAX_CELLS", "CampaignSpec", "CellPattern", "RetrainSpec", "read_campaign"]
+__all__ = ["MAX_CELLS", "CampaignSpec", "CellPattern", "read_campaign"]
 
 #: a plan of 100,000 cells is a typing error: at the start-up time of a rank alone it would take days
 MAX_CELLS = 100_000
@@ -54,10 +54,10 @@ class CampaignSpec(BaseModel):
     name: Annotated[str, BeforeValidator(_check_name)] = Field(
         title="Name", description=f"{NAME_EXPECTED[0].upper()}{NAME_EXPECTED[1:]}; reports carry it.", pattern=NAME
     )
-    models: Annotated[tuple[Model, ...], LIST] = Field(
+    models: Models = Field(
         title="Models", description="Names of built-in workloads, or module:factory for your own.", min_length=1
     )
-    precisions: Annotated[tuple[PrecisionName, ...], LIST] = Field(
+    precisions: Precisions = Field(
         title="Precisions",
         description="fp32, tf32, amp_bf16, amp_fp16, bf16, fp16, or any spelling of a framework (16-mixed).",
         min_length=1,
@@ -207,6 +207,19 @@ class CampaignSpec(BaseModel):
     exclude: Annotated[tuple[CellPattern, ...], LIST] = Field(
         (), title="Exclude", description="Cells to leave out, each by some of its values.", max_length=1000
     )
+    retrain_after: bool = Field(
+        False,
+        title="Retrain after",
+        strict=True,
+        description="Train on the data when new cells were recorded, and publish what passes the gate.",
+    )
+    registry: str | None = Field(
+        None,
+        title="Registry",
+        description="Folder or URL of the artifact registry that retraining publishes to.",
+        min_length=1,
+        max_length=1024,
+    )
 
     @model_validator(mode="after")
     def _check_grid(self) -> "CampaignSpec":
@@ -220,6 +233,10 @@ class CampaignSpec(BaseModel):
                 "timeout_per_cell leaves no time to start",
                 got=f"{self.timeout_per_cell:g} s",
                 expected=f"more than seconds_per_cell, {self.seconds_per_cell:g} s",
+            )
+        if self.retrain_after and self.registry is None:
+            raise InputError(
+                "retrain_after has nowhere to publish", got="no registry", expected="registry: with a folder or a URL"
             )
         self._check_cluster()
         if self._size > MAX_CELLS:
@@ -297,45 +314,6 @@ class CampaignSpec(BaseModel):
             for model, gpus, batch_size, accumulation, strategy, *options, precision in grid
         )
         return [cell for cell in cells if not any(pattern.matches(cell) for pattern in self.exclude)]
-
-
-class RetrainSpec(BaseModel):
-    """What a retraining reads, how it validates, and where it publishes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, title="Retraining")
-
-    data: Annotated[
-        str | None, Field(title="Data", description="URL or folder of the timings dataset.", min_length=1)
-    ] = None
-    public: Annotated[
-        bool, Field(title="Public table", description="Train on the measurements that come with the package too.")
-    ] = False
-    measurements: Annotated[
-        str | None,
-        Field(title="Measurements", description="CSV or Parquet file with the public table's columns.", min_length=1),
-    ] = None
-    registry: str = Field(title="Registry", description="URL or folder of the artifact registry.", min_length=1)
-    name: Annotated[str, Field(title="Artifact", description="Name to publish under.")] = "default"
-    alias: Annotated[str, Field(title="Alias", description="Moved to the new version after it is published.")] = (
-        "champion"
-    )
-    holdout_models: Annotated[
-        tuple[str, ...], Field(title="Held-out models", description="Never trained on; reported as holdout.")
-    ] = ()
-    level: Annotated[
-        float, Field(title="Interval level", description="Share of measurements inside.", ge=0.5, lt=1)
-    ] = 0.9
-    seed: Annotated[int, Field(title="Seed", ge=0, le=2**31 - 1)] = 0
-
-    @model_validator(mode="after")
-    def _check_sources(self) -> "RetrainSpec":
-        if self.data is None and self.measurements is None and not self.public:
-            raise InputError(
-                "there is nothing to train on",
-                got="neither data nor measurements nor public",
-                expected="at least one of them",
-            )
-        return self
 
 
 def read_campaign(path: str | Path, *, overrides: Mapping[str, Any] | None = None) -> CampaignSpec:

@@ -10,6 +10,7 @@ from precision_time.flows.plan import CampaignPlan
 from precision_time.predictor.estimate import format_duration
 from precision_time.storage.schema import OPTIONS, CellOutcome, GridCell, Measurement
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.plots import show_plots
 from precision_time.tasks.validate import Accuracy
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "GridRow",
     "RetrainResult",
     "RetrainStatus",
+    "RetrainingOutcome",
     "describe_options",
+    "fill_rows",
     "grid_rows",
     "markdown_report",
     "read_grid",
@@ -42,6 +45,20 @@ class FailedCell(BaseModel):
     status: str
     cause: str
     message: str
+
+
+class RetrainingOutcome(BaseModel):
+    """What came of the retraining after a campaign.
+
+    ``status`` is that of ``RetrainResult``; ``not tried`` when there was nothing to retrain on, too few cells for
+    instance; or ``failed``. ``artifact_id`` is what is in use now, where it is known.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    status: str
+    artifact_id: str | None = None
+    reasons: tuple[str, ...]
 
 
 class CampaignResult(BaseModel):
@@ -68,6 +85,7 @@ class CampaignResult(BaseModel):
     failed: tuple[FailedCell, ...]
     duration_s: float
     ended_by: str = ""
+    retraining: RetrainingOutcome | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -79,16 +97,24 @@ class CampaignResult(BaseModel):
 
     @property
     def end(self) -> str:
-        """In words, what ended the run early and what is left; empty when nothing did."""
-        if not self.ended_by:
-            return ""
-        return f"ended by {self.ended_by}; {self.cells_left} cells were not tried: run the campaign again for them"
+        """In words, what ended the run early and what is left, or why nothing ever will be; empty when all is well."""
+        if self.ended_by and self.cells_left:
+            return f"ended by {self.ended_by}; {self.cells_left} cells were not tried: run the campaign again for them"
+        if self.ended_by:
+            return f"ended by {self.ended_by}; no cell was left to try"
+        if self.failed and not self.cells_left and all(cell.status == "refused" for cell in self.failed):
+            return (
+                "nothing is left to measure: what has no timings was refused, and is not tried again "
+                f"(cells: {len(self.failed)})"
+            )
+        return ""
 
 
 class RetrainResult(BaseModel):
     """What a retraining did: ``artifact_id`` is the new version, or the champion that stays in use.
 
     ``accuracy`` maps split -> method -> metric, as fractions and seconds; ``left_out`` names damaged data.
+    ``decision`` holds the gate's numbers and ``drift`` those of the drift watch, None where there was nothing to judge.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -101,6 +127,8 @@ class RetrainResult(BaseModel):
     holdout_models: list[str]
     training_data_sha256: str
     accuracy: Accuracy
+    decision: dict[str, Any] | None = None
+    drift: dict[str, Any] | None = None
 
 
 def summarise(
@@ -183,15 +211,23 @@ def grid_rows(
     """
     failures = {cell.cell_id: cell for cell in failed}
     times = {seen.cell_id: seen.iteration_time_s for seen in measurements}
+    states = dict.fromkeys(recorded, "unusable") | {cell_id: cell.status for cell_id, cell in failures.items()}
+    return fill_rows(
+        plan,
+        states=states | dict.fromkeys(times, "recorded"),
+        times=times,
+        causes={cell_id: cell.cause for cell_id, cell in failures.items() if cell_id not in times},
+    )
+
+
+def fill_rows(
+    plan: CampaignPlan, *, states: Mapping[str, str], times: Mapping[str, float], causes: Mapping[str, str]
+) -> list[GridRow]:
+    """The whole grid in its order: each cell's state (``missing`` by default), seconds and cause by its id."""
     by_cell = {planned.cell: times[planned.cell_id] for planned in plan.cells if planned.cell_id in times}
     rows = []
     for planned in plan.cells:
-        cell, failure = planned.cell, failures.get(planned.cell_id)
-        state = "unusable" if planned.cell_id in recorded else "missing"
-        if planned.cell_id in times:
-            state = "recorded"
-        elif failure is not None:
-            state = failure.status
+        cell = planned.cell
         time_s, fp32_s = by_cell.get(cell), by_cell.get(replace(cell, precision="fp32"))
         rows.append(
             GridRow(
@@ -201,10 +237,10 @@ def grid_rows(
                 batch_size=cell.per_gpu_batch_size,
                 gradient_accumulation_steps=cell.gradient_accumulation_steps,
                 options=describe_options(cell),
-                state=state,
+                state=states.get(planned.cell_id, "missing"),
                 iteration_time_s=time_s,
                 speedup_over_fp32=None if time_s is None or fp32_s is None else fp32_s / time_s,
-                cause="" if time_s is not None or failure is None else failure.cause,
+                cause=causes.get(planned.cell_id, ""),
             )
         )
     return rows
@@ -239,8 +275,13 @@ def table_rows(rows: Sequence[GridRow]) -> list[dict[str, Any]]:
     ]
 
 
-def markdown_report(result: CampaignResult, rows: Sequence[GridRow]) -> str:
-    """The report of one run: counts, the grid, and every failed cell with its cause."""
+def markdown_report(
+    result: CampaignResult, rows: Sequence[GridRow], *, plots: Iterable[str] = (), remarks: Sequence[str] = ()
+) -> str:
+    """The report of one run: counts, pictures, the grid, every failed cell with its cause, and the retraining.
+
+    ``plots`` are names of files in the folder ``plots`` beside it, ``remarks`` what is said of them.
+    """
     lines = [
         f"# Campaign {result.name}: {result.status}",
         "",
@@ -249,7 +290,9 @@ def markdown_report(result: CampaignResult, rows: Sequence[GridRow]) -> str:
         f"this run measured {result.cells_measured} ({result.rows_added} rows) "
         f"in {format_duration(result.duration_s)}.",
         "",
-        *([f"This run was {_escaped(result.end)}.", ""] if result.end else []),
+        *([f"This run: {_escaped(result.end)}.", ""] if result.end else []),
+        *show_plots(plots),
+        *(line for remark in remarks for line in (_escaped(remark), "")),
         "Iteration: median over the measured steps of the slowest rank. Over fp32: how many times as fast as fp32.",
         "",
     ]
@@ -265,6 +308,11 @@ def markdown_report(result: CampaignResult, rows: Sequence[GridRow]) -> str:
             f"- {_escaped(cell.label)}, attempt {cell.attempt}: {_escaped(cell.cause)}. {_escaped(cell.message)}"
             for cell in result.failed[:MARKDOWN_ROWS]
         ]
+    if result.retraining is not None:
+        in_use = result.retraining.artifact_id
+        lines += ["", f"## Retraining: {result.retraining.status}", ""]
+        lines += [f"- {_escaped(reason)}" for reason in result.retraining.reasons]
+        lines += [f"- in use: {_escaped(in_use)}"] if in_use else []
     return "\n".join(lines) + "\n"
 
 

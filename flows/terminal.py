@@ -1,9 +1,11 @@
 """Tables and lines of the campaign commands: data on stdout, everything else on stderr."""
 
+import logging
 import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -19,7 +21,10 @@ from precision_time.tasks.probe import ProbeReport
 from precision_time.tasks.probe_model import ModelProbe
 from precision_time.tasks.report import readable_accuracy
 
-__all__ = ["open_console", "print_model_probe", "print_plan", "print_probe", "print_result", "say"]
+__all__ = [
+    "describe_plan", "describe_result", "log_of_run", "open_console", "print_model_probe", "print_plan", "print_probe",
+    "print_result", "print_retraining", "say",
+]  # fmt: skip
 
 #: a larger grid is shown by its ends; --json has all of it
 MAX_ROWS = 500
@@ -32,10 +37,41 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
+def log_of_run() -> "logging.Logger | logging.LoggerAdapter[Any]":
+    """The log that the page of this run shows; a plain one outside of a run."""
+    from prefect.exceptions import MissingContextError
+    from prefect.logging import get_run_logger
+
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return logging.getLogger("precision_time.run")
+
+
 def open_console(*, to_stderr: bool = False) -> Console:
     """A console that cuts nothing when its output goes to a file."""
     console = Console(stderr=to_stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=to_stderr, highlight=False, width=FILE_WIDTH)
+
+
+def describe_plan(plan: CampaignPlan) -> str:
+    """One line: the device, and how many cells there are, in which states, and for how long."""
+    states = Counter(planned.state for planned in plan.cells)
+    return (
+        f"{plan.spec.name} on {plan.device.environment.gpu}: {len(plan.cells)} cells, {states['recorded']} recorded, "
+        + (f"{states['refused']} refused, " if states["refused"] else "")
+        + (f"{states['will be refused']} will be refused, " if states["will be refused"] else "")
+        + f"{plan.cells_to_measure} to measure"
+        + (f", about {format_duration(plan.estimated_s)} by the closed forms" if plan.cells_to_measure else "")
+    )
+
+
+def describe_result(result: CampaignResult) -> str:
+    """One line: how the run came out, with its counts."""
+    return (
+        f"{result.name}: {result.status}; {result.cells_recorded} of {result.cells_planned} cells are recorded, "
+        f"{result.cells_measured} by this run ({result.rows_added} rows) in {format_duration(result.duration_s)}"
+    )
 
 
 def print_plan(plan: CampaignPlan, *, console: Console) -> None:
@@ -55,14 +91,7 @@ def print_plan(plan: CampaignPlan, *, console: Console) -> None:
         for planned in plan.cells
     ]
     _print_table(console, rows)
-    states = Counter(planned.state for planned in plan.cells)
-    console.print(
-        f"{plan.spec.name} on {plan.device.environment.gpu}: {len(plan.cells)} cells, {states['recorded']} recorded, "
-        + (f"{states['refused']} refused, " if states["refused"] else "")
-        + f"{plan.cells_to_measure} to measure"
-        + (f", about {format_duration(plan.estimated_s)} by the closed forms" if plan.cells_to_measure else ""),
-        markup=False,
-    )
+    console.print(describe_plan(plan), markup=False)
     if plan.goal < len(plan.cells):
         console.print(f"a predictor chooses {plan.goal} cells of the grid", markup=False)
     limits = {
@@ -79,14 +108,13 @@ def print_result(plan: CampaignPlan, result: CampaignResult, *, console: Console
     """The grid with its times and speed-ups, and the counts of the run."""
     rows = read_grid(plan, result.failed, dataset=TimingsDataset(plan.spec.data))
     _print_table(console, table_rows(rows))
-    console.print(
-        f"{result.name}: {result.status}; {result.cells_recorded} of {result.cells_planned} cells are recorded, "
-        f"{result.cells_measured} by this run ({result.rows_added} rows) in {format_duration(result.duration_s)}; "
-        f"data: {result.data}",
-        markup=False,
-    )
+    console.print(f"{describe_result(result)}; data: {result.data}", markup=False)
     if result.end:
         console.print(result.end, markup=False)
+    if result.retraining is not None:
+        console.print(f"retraining: {result.retraining.status}", markup=False)
+        for reason in result.retraining.reasons:
+            console.print(f"- {printable(reason)}", markup=False)
 
 
 def print_retraining(result: RetrainResult, *, console: Console) -> None:

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from precision_time.predictor.answers import answer_queries
-from precision_time.predictor.artifact import PublishedPredictor, load_artifact, standing_artifact
+from precision_time.predictor.artifact import (
+    PublishedPredictor,
+    load_artifact,
+    refresh_artifacts,
+    standing_artifact,
+)
 from precision_time.predictor.calibrate import Calibration, calibrate
 from precision_time.predictor.closed_form import TrainingSetup, fill_pipeline
 from precision_time.predictor.estimate import TimeEstimate
@@ -28,7 +33,7 @@ from precision_time.predictor.own_models import resolve_model
 from precision_time.predictor.parallelism import Parallelism, parse_parallelism
 from precision_time.predictor.precision import Precision, parse_precision
 from precision_time.predictor.reasons import explain_time, judge_answer
-from precision_time.storage.errors import InputError, OutOfDomainError, UnknownNameError
+from precision_time.storage.errors import InputError, OutOfDomainError, UnknownNameError, UnreachableError
 
 __all__ = ["predict_time"]
 
@@ -118,6 +123,21 @@ def _plan_steps(
     return math.ceil(number * per_epoch), per_epoch
 
 
+def _choose_artifact(artifact: str | None, *, refresh: bool) -> tuple[PublishedPredictor | None, str]:
+    """What answers, and in words why where none was named."""
+    if refresh:
+        refresh_artifacts()
+    published, why = standing_artifact() if artifact is None else (load_artifact(str(artifact)), "")
+    if refresh and published is not None and not published.is_current:
+        raise UnreachableError(
+            "no newer artifact could be looked for",
+            got="; ".join(published.notes),
+            expected="an answer of the registry",
+            fix="check the connection, or leave refresh out to be answered by the local copy",
+        )
+    return published, why
+
+
 def _find_saved(measured: object, published: PublishedPredictor | None) -> Calibration | None:
     """What was calibrated before, held against the artifact that answers; None for rows."""
     if isinstance(measured, Calibration) or str(measured).casefold().endswith(".json"):
@@ -146,6 +166,7 @@ def predict_time(
     network_bandwidth: str | None = None,
     hardware_file: str | Path | None = None,
     artifact: str | None = None,
+    refresh: bool = False,
     measured: object = None,
     strict: bool = False,
     explain: bool = False,
@@ -169,18 +190,20 @@ def predict_time(
     answer and its interval. ``network_bandwidth`` is that of one node in one direction with its unit (``25 Gbit/s``);
     ``hardware_file`` describes devices that are not shipped, in the form of ``predictor/data/gpus.toml``.
 
-    ``artifact`` names a published predictor (``name@version`` with the
-    registry's URL or folder before it); without one ``PRECISION_TIME_ARTIFACT`` and the configured registry are asked,
-    and else the artifact that comes with the package answers. ``explain`` adds the closed form by part and the learned
-    factors (``explanation``). ``allow_fallback`` answers for the nearest supported policy where the device lacks
-    ``precision``: ``effective_precision`` names it and ``reasons`` say why.
+    ``artifact`` names a published predictor, such as ``s3://bucket/artifacts/default@champion`` or
+    ``/data/registry/default@3``; without one ``PRECISION_TIME_ARTIFACT``, the configuration file and the configured
+    registry are asked, and else the artifact that comes with the package answers. It is loaded once in a process;
+    ``refresh`` asks its registry again. Where a remote registry does not answer, the copy that it last gave to this
+    machine does, and ``reasons`` say so; with ``refresh`` that is an error. ``explain`` adds the closed form by part
+    and the learned factors (``explanation``). ``allow_fallback`` answers for the nearest supported policy where the
+    device lacks ``precision``: ``effective_precision`` names it and ``reasons`` say why.
 
     Raises ``UnknownNameError`` (model, GPU, precision; with the nearest names), ``InputError`` for a number that
-    makes no sense, ``PrecisionUnsupportedError`` when the device lacks the precision and no fallback is
-    allowed, ``IntegrityError`` for an
-    artifact that is not what was published, and with ``strict`` ``OutOfDomainError`` outside the training data.
+    makes no sense, ``PrecisionUnsupportedError`` when the device lacks the precision and no fallback is allowed,
+    ``IntegrityError`` for an artifact that is not what was published, ``UnreachableError`` for a registry that does
+    not answer, and with ``strict`` ``OutOfDomainError`` outside the training data.
     """
-    published, unpublished = standing_artifact() if artifact is None else (load_artifact(str(artifact)), "")
+    published, unpublished = _choose_artifact(artifact, refresh=refresh)
     world_size = _count("gpus", gpus, at_most=1_000_000)
     micro_steps = _count("gradient_accumulation_steps", gradient_accumulation_steps, at_most=1_000_000)
     reasons: list[str] = []
@@ -278,6 +301,7 @@ def predict_time(
         regime=regime,
         reasons=(
             *([warned] if warned else []),
+            *(published.notes if published is not None else ()),
             *filter(None, answers.corrections),
             *found.reasons,
             *reasons,

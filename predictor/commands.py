@@ -72,6 +72,9 @@ def predict(
     artifact: Annotated[
         str | None, typer.Option(help="Published predictor: URL/name, URL/name@3, name@champion.")
     ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Ask the artifact's registry now; an error where it does not answer.")
+    ] = False,
     measured: Annotated[
         Path | None,
         typer.Option(help="Iterations you timed (CSV, Parquet), or a calibration that `probe --save` wrote (JSON)."),
@@ -110,6 +113,7 @@ def predict(
         network_bandwidth=network_bandwidth,
         hardware_file=hardware_file,
         artifact=artifact,
+        refresh=refresh,
         measured=measured,
         strict=strict,
         explain=explain,

@@ -13,6 +13,7 @@ from precision_time.predictor.blending import CLOSED_FORM_ONLY, Blend, apply_ble
 from precision_time.predictor.domain import REGIMES, TrainingDomain
 from precision_time.predictor.features import CLOSED_FORM_FEATURES, OPEN_FEATURES, SETUP_FEATURES, Query, feature_matrix
 from precision_time.predictor.learner import FEWEST_FOR_MANY, boost, boost_out_of_fold, choose_parameters
+from precision_time.predictor.leave_out import FEWEST_TO_LEARN
 from precision_time.predictor.observations import Observation, weigh_rows
 from precision_time.predictor.pooling import Effect, effects_from_dict
 from precision_time.predictor.trees import FlatForest, flatten_xgboost, forests_from_bytes, forests_to_bytes
@@ -45,7 +46,6 @@ VARIANTS = ("full", "no_blend", "direct", "no_closed_form", "stages")
 
 #: Shares below this are told apart by noise only, so logs of shares stop here.
 _SMALLEST_SHARE = 0.02
-_FEWEST_ROWS = 4
 #: Stages that share out a total need fewer rounds than the total; a campaign's own stages choose theirs below this.
 _STAGE_ROUNDS = {"rounds": 120}
 
@@ -128,11 +128,11 @@ class HierarchicalPredictor:
         if variant not in VARIANTS:
             raise InputError("no such variant", got=variant, expected=f"one of {', '.join(VARIANTS)}")
         timed = [seen for seen in observations if seen.compute_time_s is not None]
-        if len(timed) < _FEWEST_ROWS:
+        if len(timed) < FEWEST_TO_LEARN:
             raise InputError(
                 "too few measurements to train on",
                 got=f"{len(timed)} rows",
-                expected=f"at least {_FEWEST_ROWS} rows",
+                expected=f"at least {FEWEST_TO_LEARN} rows",
                 fix="run a campaign with more cells",
             )
         boosters: dict[str, bytes] = {}
@@ -286,7 +286,7 @@ def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, see
     rows = [seen.query.row for seen in timed]
     targets = np.array([math.log((seen.compute_time_s or 0.0) / seen.closed.compute_time_s) for seen in timed])
     parallel = [number for number, seen in enumerate(timed) if seen.measurement.communication_time_s]
-    if len(parallel) < _FEWEST_ROWS and len(timed) >= FEWEST_FOR_MANY:
+    if len(parallel) < FEWEST_TO_LEARN and len(timed) >= FEWEST_FOR_MANY:
         # nothing is stacked on it, and many rows need no choice of rounds
         matrix = feature_matrix(rows, STAGE_FEATURES["compute"])
         boosters["compute"] = boost(
@@ -294,7 +294,7 @@ def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, see
         )
         return
     correction = train("compute", timed, rows, targets)
-    if len(parallel) < _FEWEST_ROWS:
+    if len(parallel) < FEWEST_TO_LEARN:
         return
     logs = [math.log(seen.closed.compute_time_s) for seen in timed]
     rows = [timed[i].query.row | {"log_compute_s": logs[i] + correction[i]} for i in parallel]

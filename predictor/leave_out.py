@@ -1,6 +1,7 @@
 """What each split of the measurements leaves out, and the folds that follow from it."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,12 @@ from precision_time.predictor.observations import Observation
 from precision_time.predictor.splits import split_by_group
 from precision_time.storage.errors import InputError
 
-__all__ = ["SPLITS", "Fold", "OneWaySplit", "RotatingSplit", "feasible_splits", "same_but_precision"]
+__all__ = ["FEWEST_TO_LEARN", "SPLITS", "Fold", "OneWaySplit", "RotatingSplit", "feasible_splits", "same_but_precision"]
 
 Positions = npt.NDArray[np.int64]
+
+#: Trees on fewer rows are no predictor, so a fold that leaves fewer is none either.
+FEWEST_TO_LEARN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +45,9 @@ class RotatingSplit:
         ]
 
     def is_feasible(self, observations: Sequence[Observation]) -> bool:
-        """Whether there are two groups or more."""
-        return len({self.group(seen) for seen in observations}) > 1
+        """Whether there are two groups or more, and enough rows whichever of them is left out."""
+        sizes = Counter(self.group(seen) for seen in observations)
+        return len(sizes) > 1 and len(observations) - max(sizes.values()) >= FEWEST_TO_LEARN
 
     def calibrate(self, observations: Sequence[Observation]) -> Fold | None:
         """None: the errors of the other folds calibrate the intervals of one."""
@@ -62,21 +67,21 @@ class OneWaySplit:
     divide_again: Callable[[Sequence[Observation]], Fold]
 
     def divide(self, observations: Sequence[Observation], *, seed: int) -> list[Fold]:
-        """The one fold. Raises ``InputError`` where no row teaches or none is left to predict."""
+        """The one fold. Raises ``InputError`` where too few rows teach or none is left to predict."""
         fold = self.divide_rows(observations)
         if not self.is_feasible(observations):
             raise InputError(
                 f"nothing can be left out: {self.title}",
                 got=f"{len(fold.train)} rows to learn from and {len(fold.test)} to predict",
-                expected="at least one of each",
+                expected=f"at least {FEWEST_TO_LEARN} and 1",
                 fix="ask for another split",
             )
         return [fold]
 
     def is_feasible(self, observations: Sequence[Observation]) -> bool:
-        """Whether rows teach and others are left to predict."""
+        """Whether enough rows teach and others are left to predict."""
         fold = self.divide_rows(observations)
-        return len(fold.train) > 0 and len(fold.test) > 0
+        return len(fold.train) >= FEWEST_TO_LEARN and len(fold.test) > 0
 
     def calibrate(self, observations: Sequence[Observation]) -> Fold | None:
         """The division inside the teaching rows, in positions of ``observations``; None where it has no two sides."""

@@ -39,6 +39,7 @@ _BAND = 0.25
 _SMALLEST_ERROR = 0.1
 _LEGEND = "MAPE (boxes: the middle half of the rows, whiskers: 90 % of them)"
 _PANELS_IN_LINE = 3
+_MANY_POINTS = 200
 _INCHES = 3.3
 _DOTS_PER_INCH = 110
 #: Upper ends of the bins of a distance in doublings: the same, then each factor of 2 up to 8, then farther.
@@ -264,8 +265,16 @@ def plot_predicted(rows: PredictedRows, *, form: Form = "png") -> bytes:
                 limits, limits * (1 - _BAND), limits * (1 + _BAND), color="0.85", linewidth=0, label="within 25 %"
             )
             axes.plot(limits, limits, color="0.4", linewidth=0.8)
+            # a few points are to be seen, thousands are not to cover each other
+            size, alpha = (5, 0.35) if own.sum() > _MANY_POINTS else (18, 0.8)
             axes.scatter(
-                rows.measured_s[own], rows.predicted_s[own], s=5, alpha=0.35, linewidths=0, color="C0", rasterized=True
+                rows.measured_s[own],
+                rows.predicted_s[own],
+                s=size,
+                alpha=alpha,
+                linewidths=0,
+                color="C0",
+                rasterized=True,
             )
             axes.set(xscale="log", yscale="log", xlim=limits, ylim=limits, aspect="equal")
             for axis in (axes.xaxis, axes.yaxis):

@@ -345,6 +345,9 @@ def forests_from_bytes(data: bytes, *, feature_counts: Mapping[str, int]) -> dic
             raise _refuse("members", got=sorted(set(names) ^ expected)[:5], expected="exactly the arrays of the stages")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             loaded = {key: arrays[key] for key in expected}
+        # numpy hands a member that is no array over as its bytes.
+        if strange := sorted(key for key, array in loaded.items() if not isinstance(array, np.ndarray)):
+            raise _refuse("the file cannot be read", got=f"{strange[0]} is no array", expected="arrays alone")
     # Readers of zip, deflate and npy raise a dozen kinds of errors at damaged input, and not all are documented.
     except Exception as error:
         if isinstance(error, IntegrityError):

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from precision_time.predictor.workload import WorkloadFeatures
+from precision_time.storage.configuration import cache_folder
 from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_json
 from precision_time.storage.errors import NotFoundError, PrecisionTimeError
 from precision_time.storage.filesystem import open_store
 
-__all__ = ["CountedModel", "cache_folder", "counting_version", "hash_content", "recall_count", "remember_count"]
+__all__ = ["CountedModel", "counting_version", "hash_content", "recall_count", "remember_count"]
 
 #: Raised when what an entry holds changes its form.
 _ENTRY_FORM = 1
@@ -85,27 +86,9 @@ def counting_version(*packages: str) -> str:
     return hash_content(parts)
 
 
-def cache_folder() -> Path | None:
-    """Where counts are kept; None where ``PRECISION_TIME_CACHE`` is ``off`` or the user has no home.
-
-    ``PRECISION_TIME_CACHE`` may name a folder, else ``$XDG_CACHE_HOME/precision_time`` (``~/.cache/precision_time``),
-    each with ``walks`` below it. A relative XDG folder does not count, by the XDG base directory specification.
-    """
-    told = os.environ.get("PRECISION_TIME_CACHE", "").strip()
-    if told.lower() == "off":
-        return None
-    try:
-        if told:
-            return Path(told).expanduser() / "walks"
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (base if base.is_absolute() else Path.home() / ".cache") / "precision_time" / "walks"
-    except RuntimeError:  # no home folder to be found
-        return None
-
-
 def recall_count(key: str) -> CountedModel | None:
     """What was kept under ``key``; None for nothing, for a damaged entry, and where the folder cannot be read."""
-    folder = cache_folder()
+    folder = cache_folder("walks")
     if folder is None:
         return None
     try:
@@ -118,7 +101,7 @@ def recall_count(key: str) -> CountedModel | None:
 
 def remember_count(key: str, counted: CountedModel) -> None:
     """Keep ``counted`` under ``key`` and drop the oldest above 1,000; nothing where the folder is unwritable."""
-    folder = cache_folder()
+    folder = cache_folder("walks")
     if folder is None:
         return
     try:

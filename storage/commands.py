@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from precision_time.storage.configuration import configured_registry_url
 from precision_time.storage.errors import (
     InputError,
     IntegrityError,
@@ -16,7 +17,7 @@ from precision_time.storage.errors import (
     PrecisionTimeError,
     printable,
 )
-from precision_time.storage.registry import Registry, configured_registry_url
+from precision_time.storage.registry import Registry
 
 if TYPE_CHECKING:
     from precision_time.storage.timings import TimingsDataset

@@ -18,6 +18,7 @@ __all__ = [
     "StorageFullError",
     "StorageReadOnlyError",
     "UnknownNameError",
+    "UnreachableError",
     "VersionExistsError",
     "nearest",
     "printable",
@@ -132,6 +133,16 @@ class StorageReadOnlyError(StorageError, PermissionError):
     code = "E-STORE-READ-ONLY"
 
 
+class UnreachableError(StorageError):
+    """The server did not answer: no connection, none in time, or an answer that says it cannot serve now.
+
+    What it would have said is not known; a copy on this machine may stand in for it. A refusal or a missing file is
+    an answer and no such error.
+    """
+
+    code = "E-STORE-UNREACHABLE"
+
+
 class VersionExistsError(PrecisionTimeError, FileExistsError):
     """Another publisher has already created this version or file."""
 
@@ -171,6 +182,7 @@ class NoWorkersError(PrecisionTimeError, RuntimeError):
     """The workers that a campaign needs did not come, or are all gone."""
 
     code = "E-NO-WORKERS"
+    exit_code = 2
 
 
 class ClusterLostError(PrecisionTimeError, RuntimeError):

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from precision_time.storage.configuration import read_configuration
 from precision_time.storage.errors import (
     InputError,
     IntegrityError,
@@ -34,6 +35,9 @@ class Store(ABC):
 
     A write is visible whole or not at all: readers never meet half a file under its final name.
     """
+
+    #: whether a network lies between this machine and the files
+    is_remote = False
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -102,11 +106,15 @@ class Store(ABC):
         return None
 
 
-def open_store(url: str | Path) -> Store:
+def open_store(url: str | Path, *, timeout_s: float | None = None) -> Store:
     """The store at a bare path or a ``file:``, ``s3://bucket/...`` or ``memory://...`` URL.
 
-    Raises ``InputError`` for every other scheme, for chained URLs (``::``), and for credentials in the URL; they
-    come from the environment.
+    ``timeout_s`` bounds the wait for a connection to S3 and for each answer, with no second try; None leaves both to
+    the library, which waits a minute and tries again. Where ``[storage] allowed_buckets`` of the configuration file
+    lists buckets, no other is opened; which servers may be asked see ``remote.check_endpoint``.
+
+    Raises ``InputError`` for every other scheme, for chained URLs (``::``), for a bucket that is not on that list,
+    and for credentials in the URL; they come from the environment.
     """
     from precision_time.storage.local import LocalStore
 
@@ -129,9 +137,11 @@ def open_store(url: str | Path) -> Store:
     base = "/".join(part for part in (parts.netloc, parts.path.strip("/")) if part)
     if base:
         check_path(base)
+    if kind == "s3":
+        _check_bucket(parts.netloc)
     from precision_time.storage.remote import RemoteStore
 
-    return RemoteStore(kind, base)
+    return RemoteStore(kind, base, timeout_s=timeout_s)
 
 
 def check_path(path: str) -> str:
@@ -180,6 +190,17 @@ def storage_error(error: BaseException, action: str, where: str) -> PrecisionTim
     if number == errno.ENOTDIR:
         return NotFoundError("there is no such file", got=where)
     return StorageError(f"the file cannot be {action}", got=reason)
+
+
+def _check_bucket(bucket: str) -> None:
+    allowed = read_configuration().allowed_buckets
+    if allowed is not None and bucket not in allowed:
+        raise InputError(
+            "this bucket is not on the allow list",
+            got=bucket,
+            expected=f"one of {', '.join(allowed) or 'none at all'}",
+            fix="add it to [storage] allowed_buckets in ~/.config/precision_time/config.toml if you trust it",
+        )
 
 
 def _bad_url(text: str, expected: str) -> InputError:

@@ -39,15 +39,20 @@ _MAX_TOTAL_BYTES = 256 * 2**20
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+#: A file lies in the artifact's folder, or in its ``plots``; there is no other folder.
+_FILE_PATTERN = r"(?:plots/)?[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_FILE = re.compile(_FILE_PATTERN)
+_RESERVED = {MANIFEST, "plots"}
+#: Fields that earlier manifests lack: left out of the digest where they say nothing, so that those stay sound.
+_LATER_FIELDS: dict[str, object] = {"zoo_sha256": "", "known_limits": []}
 
 
 class ArtifactFile(BaseModel):
-    """One file of an artifact: its name in the artifact's folder, its size and its digest."""
+    """One file of an artifact: its name in the artifact's folder or in ``plots``, its size and its digest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    path: str = Field(pattern=f"^{_FILE_PATTERN}$")
     size_bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
@@ -78,6 +83,10 @@ class ArtifactManifest(BaseModel):
     parameters: dict[str, float | int | str]
     accuracy: dict[str, dict[str, dict[str, float | None]]]
     package_versions: dict[str, str]
+    #: digest of the shipped zoo, whose features the trees were trained on; blank where it is not known
+    zoo_sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    #: in words, what the predictor was never trained on and where its intervals are not calibrated
+    known_limits: list[str] = Field(default_factory=list)
     #: digest of all other fields; the registry fills it in when it publishes
     manifest_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
 
@@ -156,7 +165,8 @@ def list_contents(files: Mapping[str, bytes]) -> tuple[ArtifactFile, ...]:
             raise InputError(
                 "this file name cannot be published",
                 got=repr(path)[:300],
-                expected=f"1 to 100 of A-Z a-z 0-9 . _ -, a letter or digit first, and not {MANIFEST}",
+                expected=f"1 to 100 of A-Z a-z 0-9 . _ -, a letter or digit first, perhaps below plots/, and not "
+                f"{' or '.join(sorted(_RESERVED))}",
             )
         if not _is_content(data):
             size = f"{len(data)} bytes" if isinstance(data, bytes) else type(data).__name__
@@ -192,6 +202,9 @@ def seal_manifest(manifest: ArtifactManifest) -> ArtifactManifest:
 
 def _digest(manifest: ArtifactManifest) -> str:
     values = manifest.model_dump(mode="json", exclude={"manifest_sha256"})
+    for name, nothing in _LATER_FIELDS.items():
+        if values[name] == nothing:
+            del values[name]
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -224,7 +237,7 @@ def unpack_manifest(data: bytes, *, where: str, name: str, version: int) -> Arti
 
 
 def _is_file_name(path: object) -> bool:
-    return isinstance(path, str) and _FILE.fullmatch(path) is not None and path.casefold() != MANIFEST
+    return isinstance(path, str) and _FILE.fullmatch(path) is not None and path.casefold() not in _RESERVED
 
 
 def _is_content(data: object) -> bool:
@@ -236,7 +249,7 @@ def _problem(files: tuple[ArtifactFile, ...]) -> str | None:
     paths = [file.path.casefold() for file in files]
     if not 0 < len(paths) <= _MAX_FILES:
         return f"{len(paths)} files"
-    if len(set(paths)) != len(paths) or MANIFEST in paths:
+    if len(set(paths)) != len(paths) or _RESERVED & set(paths):
         return f"repeated or reserved names among {', '.join(sorted(file.path for file in files))}"
     total = sum(file.size_bytes for file in files)
     if total > _MAX_TOTAL_BYTES:

@@ -1,15 +1,12 @@
 """Published artifacts: a version is claimed, filled, and made visible by its manifest, then an alias points at it."""
 
 import hashlib
-import os
-import tomllib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
 
 from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_json
 from precision_time.storage.errors import (
-    InputError,
     IntegrityError,
     NotFoundError,
     PrecisionTimeError,
@@ -36,7 +33,7 @@ from precision_time.storage.manifests import (
     unpack_manifest,
 )
 
-__all__ = ["Registry", "configured_registry_url"]
+__all__ = ["Registry"]
 
 _CLAIM = ".claim"
 _MAX_CLAIMS = 10_000
@@ -50,9 +47,11 @@ class Registry:
     claimed number that stays unused. Every name follows one pattern, so none can lead outside the registry.
     """
 
-    def __init__(self, url: str | Path) -> None:
-        self._store = open_store(url)
+    def __init__(self, url: str | Path, *, timeout_s: float | None = None) -> None:
+        self._store = open_store(url, timeout_s=timeout_s)
         self.url = self._store.url
+        #: whether a network lies between this machine and the artifacts
+        self.is_remote = self._store.is_remote
 
     def publish(
         self,
@@ -103,21 +102,24 @@ class Registry:
             raise self._missing(name, f"{name}@{version}")
         return name, version
 
-    def load(self, reference: str) -> tuple[ArtifactManifest, dict[str, bytes]]:
+    def load(self, reference: str, *, only: Collection[str] | None = None) -> tuple[ArtifactManifest, dict[str, bytes]]:
         """The manifest and the content of its files, each checked before it is returned.
 
-        Raises ``IntegrityError`` naming every file that is missing, changed, too large, or not in the manifest, and
-        as ``resolve``.
+        ``only`` names the files whose content is wanted: of the others no more is checked than that the manifest
+        names them. Raises ``IntegrityError`` naming every file that is missing, changed, too large, or not in the
+        manifest, and as ``resolve``.
         """
-        name, version = self.resolve(reference)
-        folder = f"{name}/{version}"
-        manifest = self._read_manifest(name, version)
+        manifest = self.manifest(reference)
+        folder = f"{manifest.name}/{manifest.version}"
         expected = {file.path for file in manifest.files}
         present = {path.removeprefix(f"{folder}/") for path in self._store.list_files(folder)}
         problems = [f"{folder}/{path} is not in the manifest" for path in sorted(present - expected - {MANIFEST})]
+        problems += [f"{folder}/{path} is missing" for path in sorted(expected - present)]
         files: dict[str, bytes] = {}
         for file in manifest.files:
             path = f"{folder}/{file.path}"
+            if file.path not in present or (only is not None and file.path not in only):
+                continue
             try:
                 data = self._store.read_bytes(path, max_bytes=file.size_bytes)
             except NotFoundError:
@@ -144,7 +146,13 @@ class Registry:
 
     def manifest(self, reference: str) -> ArtifactManifest:
         """The manifest alone, checked by itself; raises as ``load``."""
-        return self._read_manifest(*self.resolve(reference))
+        name, version, alias = parse_reference(reference)
+        if version is None:
+            version = self._read_alias(name, alias)[0]
+        try:
+            return self._read_manifest(name, version)
+        except NotFoundError as error:
+            raise self._missing(name, f"{name}@{version}") from error
 
     def names(self) -> list[str]:
         """Names with at least one version, sorted."""
@@ -281,27 +289,3 @@ class Registry:
             expected=expected,
             fix="`precision-time registry list` shows what there is",
         )
-
-
-def configured_registry_url() -> str | None:
-    """The registry to use when none is named: ``PRECISION_TIME_REGISTRY``, else ``[registry] url`` of the config file.
-
-    The file is ``~/.config/precision_time/config.toml``. Raises ``InputError`` when it cannot be understood.
-    """
-    if url := os.environ.get("PRECISION_TIME_REGISTRY"):
-        return url
-    path = Path.home() / ".config" / "precision_time" / "config.toml"
-    try:
-        section = tomllib.loads(path.read_text(encoding="utf-8")).get("registry", {})
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise StorageError("the configuration file cannot be read", got=f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not a TOML file", got=str(error)[:200], fix="correct or remove it") from error
-    url = section.get("url") if isinstance(section, dict) else section
-    if url is not None and (not isinstance(url, str) or not url):
-        raise InputError(
-            f"[registry] url in {path} is not usable", got=repr(url)[:200], expected='url = "folder or URL"'
-        )
-    return url

@@ -1,40 +1,95 @@
 """Stores that fsspec reaches: S3 and memory."""
 
+import ipaddress
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
+from precision_time.storage.configuration import allowed_hosts
 from precision_time.storage.errors import (
     InputError,
     NotFoundError,
     PrecisionTimeError,
     StorageError,
+    UnreachableError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, check_path, check_size, is_hidden, storage_error
+from precision_time.storage.filesystem import (
+    Store,
+    check_path,
+    check_size,
+    is_hidden,
+    storage_error,
+)
 
-__all__ = ["RemoteStore"]
+__all__ = ["RemoteStore", "check_endpoint"]
 
 # fsspec's memory file system looks before it creates, without a lock of its own.
 _MEMORY_LOCK = threading.Lock()
 
 _CONFLICT_TRIES = 5
+_AMAZON = ("amazonaws.com", "amazonaws.com.cn")
+#: Answers by which a server, or what stands before it, says that it cannot serve now.
+_OUT_OF_SERVICE = {500, 502, 503, 504}
+
+
+def check_endpoint(url: str) -> None:
+    """Refuse an S3 server that nobody allowed, wherever its address came from.
+
+    Amazon's hosts and this machine are allowed, and the hosts that ``configuration.allowed_hosts`` names; there
+    ``.example.org`` stands for every host below it. Raises ``InputError`` for any other.
+    """
+    try:
+        host = (urlsplit(url).hostname or "").rstrip(".").casefold()
+    except ValueError:
+        host = ""
+    if _is_loopback(host) or any(host == name or host.endswith(f".{name}") for name in _AMAZON):
+        return
+    if not any(host == name or (name.startswith(".") and host.endswith(name)) for name in allowed_hosts()):
+        raise InputError(
+            "this S3 server is not on the allow list",
+            got=host or repr(url)[:100],
+            expected="a host of amazonaws.com, this machine, or a host that you allowed",
+            fix=f"if you trust it, export PRECISION_TIME_ALLOWED_HOSTS={host or '<host>'}, or list it in [storage] "
+            "allowed_hosts of ~/.config/precision_time/config.toml; else unset AWS_ENDPOINT_URL",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        # Only dotted decimal: 2130706433 and 0177.0.0.1 are no addresses here, though a resolver may take them.
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class RemoteStore(Store):
     """A prefix of an S3 bucket or of fsspec's process-wide memory. One PUT is whole or absent by itself."""
 
-    def __init__(self, kind: str, base: str) -> None:
+    def __init__(self, kind: str, base: str, *, timeout_s: float | None = None) -> None:
         super().__init__(f"{kind}://{base}")
+        self.is_remote = kind == "s3"
         self._base = f"/{base}".rstrip("/") if kind == "memory" else base
         # Listings must show what other processes wrote, so nothing is cached.
-        options = {"use_listings_cache": False} if kind == "s3" else {}
+        options: dict[str, Any] = {"use_listings_cache": False} if kind == "s3" else {}
+        if kind == "s3" and timeout_s is not None:
+            options["config_kwargs"] = {
+                "connect_timeout": timeout_s,
+                "read_timeout": timeout_s,
+                "retries": {"total_max_attempts": 1},
+            }
         try:
             import fsspec
 
             self._files: Any = fsspec.filesystem(kind, **options)
+            if timeout_s is not None:
+                # s3fs tries again by itself; the instance is shared by those who ask with this time-out only.
+                self._files.retries = 1
         except ImportError as error:
             raise InputError(
                 f"{kind}:// needs a package that is not installed",
@@ -42,6 +97,7 @@ class RemoteStore(Store):
                 fix="pip install 'precision-time[s3]'",
             ) from error
         self._kind = kind
+        self._is_checked = kind != "s3"
 
     def read_bytes(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """See ``Store``."""
@@ -113,18 +169,35 @@ class RemoteStore(Store):
     @contextmanager
     def _translated(self, action: str, path: str) -> Iterator[None]:
         try:
+            self._check_server()
             yield
         except PrecisionTimeError:
             raise
-        except OSError as error:
-            raise storage_error(error, action, f"{self.url}/{path}") from error
-        # botocore and aiohttp have their own hierarchies: no credentials, no connection, time-outs.
         except Exception as error:
-            raise StorageError(
-                f"the file cannot be {action}",
-                got=f"{self.url}/{path}: {type(error).__name__}: {error}"[:500],
-                fix="check the connection and the credentials in the environment",
-            ) from error
+            if self.is_remote and _is_unanswered(error):
+                raise UnreachableError(
+                    "the S3 server does not answer",
+                    got=f"{self.url}/{path}: {type(error).__name__}: {error}"[:500],
+                    fix="check the connection, AWS_ENDPOINT_URL and AWS_REGION",
+                ) from error
+            self._raise_translated(error, action, path)
+
+    def _check_server(self) -> None:
+        """Before the first request: the address may come from the environment or from files of several libraries."""
+        if not self._is_checked:
+            self._files.connect()
+            check_endpoint(self._files.s3.meta.endpoint_url)
+            self._is_checked = True
+
+    def _raise_translated(self, error: Exception, action: str, path: str) -> NoReturn:
+        if isinstance(error, OSError):
+            raise storage_error(error, action, f"{self.url}/{path}") from error
+        # botocore and aiohttp have hierarchies of their own.
+        raise StorageError(
+            f"the file cannot be {action}",
+            got=f"{self.url}/{path}: {type(error).__name__}: {error}"[:500],
+            fix="check the connection and the credentials in the environment",
+        ) from error
 
 
 @contextmanager
@@ -136,11 +209,26 @@ def _lock(kind: str) -> Iterator[None]:
         yield
 
 
+def _is_unanswered(error: BaseException) -> bool:
+    """Whether ``error`` says that no connection came about, that it broke, or that the server cannot serve now."""
+    from aiohttp import ClientError
+    from botocore import exceptions  # type: ignore[import-untyped]
+
+    lost = (ConnectionError, TimeoutError, ClientError, exceptions.ConnectionError, exceptions.HTTPClientError)
+    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return isinstance(error, lost) or status in _OUT_OF_SERVICE
+
+
 def _response_code(error: BaseException | None) -> str:
-    """The error code S3 answered with, wherever in the chain it is kept."""
+    """The error code S3 answered with."""
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
+def _response(error: BaseException | None) -> dict[str, Any]:
+    """What S3 answered, wherever in the chain it is kept; empty when it did not."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
+            return response
         error = error.__cause__
-    return ""
+    return {}

@@ -167,10 +167,15 @@ class TimingsDataset:
         attempts = [int(match.group(2)) for match in matches if match and match.group(1) == cell_id]
         return max(attempts, default=0) + 1
 
-    def read(self, *, strict: bool = False) -> pa.Table:
-        """All rows of all sound files; with ``strict`` the first unsound one raises ``IntegrityError`` instead."""
+    def read(self, *, strict: bool = False, cells: Container[str] | None = None) -> pa.Table:
+        """All rows of all sound files, or of those of ``cells``.
+
+        With ``strict`` the first unsound file raises ``IntegrityError`` instead.
+        """
         self._digests, self._left_out = {}, []
-        tables = self._read_files(_TIMINGS, IterationTiming, _check_timings_file, strict=strict, digests=self._digests)
+        tables = self._read_files(
+            _TIMINGS, IterationTiming, _check_timings_file, strict=strict, digests=self._digests, cells=cells
+        )
         if not tables:
             return arrow_schema(IterationTiming).empty_table()
         return pa.concat_tables(tables).unify_dictionaries()
@@ -181,9 +186,12 @@ class TimingsDataset:
         found = [CellOutcome(**row) for table in tables for row in table.to_pylist()]
         return sorted(found, key=lambda outcome: (outcome.cell_id, outcome.attempt))
 
-    def measurements(self, *, strict: bool = False) -> list[Measurement]:
-        """One measurement per recorded cell (see ``measure_cells``); what had to be left out is in ``problems``."""
-        timings = self.read(strict=strict)
+    def measurements(self, *, strict: bool = False, cells: Container[str] | None = None) -> list[Measurement]:
+        """One measurement per recorded cell, or per one of ``cells`` (see ``measure_cells``).
+
+        What had to be left out is in ``problems``.
+        """
+        timings = self.read(strict=strict, cells=cells)
         flops = {}
         for card in self.read_cards("workloads"):
             value = card.get("forward_flops_per_sample")

@@ -15,6 +15,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialized, deserialize
 
+from precision_time.tasks.glm_launch import end_glm_ranks
 from precision_time.tasks.rank_process import end_ranks
 
 __all__ = ["PLUGIN_NAME", "GangPlugin", "choose_workers", "count_running"]
@@ -55,7 +56,7 @@ def count_running(dask_worker: Any) -> int:
 
     ``Client.run`` and the plugin run it on the worker's event loop, so it only looks and signals.
     """
-    return end_ranks() + len(dask_worker.state.executing) + len(dask_worker.state.ready)
+    return end_ranks() + end_glm_ranks() + len(dask_worker.state.executing) + len(dask_worker.state.ready)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,8 +115,9 @@ class GangPlugin(SchedulerPlugin):
     ) -> dict[str, Any]:
         """Queue for a gang, or ask again for one that is queued; answers within ``wait_s`` seconds.
 
-        ``state`` is ``granted`` (with ``workers``), ``queued``, ``impossible`` (more than the cluster has had for
-        ``grace_s`` seconds; the request is then dropped) or ``refused`` (released before, or the client is gone).
+        ``state`` is ``granted`` (with ``workers``), ``queued`` (with the counts ``known``, ``held`` and ``leases``),
+        ``impossible`` (more than the cluster has had for ``grace_s`` seconds; the request is then dropped) or
+        ``refused`` (released before, or the client is gone).
         """
         if lease in self._released or holder not in self._scheduler.clients:
             return {"state": "refused"}
@@ -132,7 +134,11 @@ class GangPlugin(SchedulerPlugin):
                 return {"state": "impossible", "workers": sorted(self._scheduler.workers)}
         if lease in self._leases:
             return {"state": "granted", "workers": list(self._leases[lease].workers)}
-        return {"state": "refused" if lease in self._released else "queued"}
+        if lease in self._released:
+            return {"state": "refused"}
+        held = sum(worker in self._scheduler.workers for other in self._leases.values() for worker in other.workers)
+        known = len(self._scheduler.workers)
+        return {"state": "queued", "known": known, "held": held, "leases": len(self._leases)}
 
     async def release(self, *, lease: str, sweeps: int) -> None:
         """End a lease, or take its request out of the queue."""

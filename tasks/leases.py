@@ -4,7 +4,8 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ from distributed import Client
 from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
 from precision_time.tasks.gangs import PLUGIN_NAME, GangPlugin
 
-__all__ = ["GangLease", "check_connected", "gang_state", "install_gangs", "lease_workers"]
+__all__ = ["GangLease", "LeaseWait", "check_connected", "gang_state", "install_gangs", "lease_workers"]
 
 #: A nanny brings a killed worker back within seconds, under a new address: until then a gang only seems impossible.
 GRACE_S = 30.0
@@ -21,6 +22,23 @@ GRACE_S = 30.0
 CALL_S = 1.0
 #: Beyond that, how long the answer may take before the scheduler counts as gone.
 ANSWER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseWait:
+    """Why a gang of ``wanted`` workers waits: others hold ``held`` of the ``known`` workers by ``leases`` leases."""
+
+    seconds: float
+    wanted: int
+    known: int
+    held: int
+    leases: int
+
+    def __str__(self) -> str:
+        return (
+            f"waiting for {_count(self.wanted, 'free worker')}: {self.held} of {self.known} are held "
+            f"by {_count(self.leases, 'lease')} of others"
+        )
 
 
 class GangLease:
@@ -57,11 +75,13 @@ def lease_workers(
     hosts: int | None = None,
     timeout_s: float | None = None,
     grace_s: float | None = None,
+    watch: Callable[[LeaseWait], None] | None = None,
 ) -> Iterator[GangLease]:
     """Wait for ``count`` whole workers of the cluster and hold them during the block; no one else gets them.
 
     ``hosts`` asks for a gang spread evenly over exactly so many hosts. ``timeout_s`` limits the wait (None: as long as
-    others hold the workers), ``grace_s`` how long a gang that the cluster cannot hold may stay so (30 s). Raises
+    others hold the workers), ``grace_s`` how long a gang that the cluster cannot hold may stay so (30 s). ``watch`` is
+    called about every second of the wait, in this thread; what it raises ends the wait and goes on up. Raises
     ``InputError`` for a gang that stays impossible, ``NoWorkersError`` when there is no worker at all or the time is
     up, and ``ClusterLostError`` when the scheduler is gone. Threads of one client may wait side by side.
     """
@@ -74,7 +94,7 @@ def lease_workers(
     lease: GangLease | None = None
     grace_s = GRACE_S if grace_s is None else grace_s
     try:
-        lease = _wait_for(client, identity, count=count, hosts=hosts, timeout_s=timeout_s, grace_s=grace_s)
+        lease = _wait_for(client, identity, count=count, hosts=hosts, timeout_s=timeout_s, grace_s=grace_s, watch=watch)
         yield lease
     finally:
         # Whatever happened, also while waiting: nothing of it stays in the queue.
@@ -104,7 +124,14 @@ def check_connected(client: Client) -> None:
 
 
 def _wait_for(
-    client: Client, identity: str, *, count: int, hosts: int | None, timeout_s: float | None, grace_s: float
+    client: Client,
+    identity: str,
+    *,
+    count: int,
+    hosts: int | None,
+    timeout_s: float | None,
+    grace_s: float,
+    watch: Callable[[LeaseWait], None] | None,
 ) -> GangLease:
     began = time.monotonic()
     while True:
@@ -119,12 +146,23 @@ def _wait_for(
             raise _impossible(answer["workers"], count=count, hosts=hosts, grace_s=grace_s)
         if answer["state"] == "refused":
             raise _lost("the scheduler has lost sight of this client")
-        if timeout_s is not None and time.monotonic() - began >= timeout_s:
+        seconds = time.monotonic() - began
+        if watch is not None:
+            watch(
+                LeaseWait(
+                    seconds=seconds, wanted=count, known=answer["known"], held=answer["held"], leases=answer["leases"]
+                )
+            )
+        if timeout_s is not None and seconds >= timeout_s:
             raise NoWorkersError(
                 "the workers did not become free in time",
                 got=f"fewer than {count} free workers for {timeout_s:g} s",
                 fix="wait for the other campaigns on this cluster, or start more workers",
             )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _impossible(workers: Sequence[str], *, count: int, hosts: int | None, grace_s: float) -> Exception:

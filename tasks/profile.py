@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from distributed import Client, Future, wait
@@ -13,7 +14,7 @@ from distributed import Client, Future, wait
 from precision_time.storage.errors import ClusterLostError, PrecisionTimeError, StorageError
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
-from precision_time.tasks.leases import GangLease, check_connected, lease_workers
+from precision_time.tasks.leases import GangLease, LeaseWait, check_connected, lease_workers
 from precision_time.tasks.rank_process import RankReport, assign_devices, end_ranks, run_rank, visible_devices
 from precision_time.tasks.ranks import card_path
 from precision_time.tasks.refusals import REFUSAL_CAUSES, refuse_unstarted
@@ -39,22 +40,23 @@ def profile_cell(
     limits: MeasurementLimits,
     client: Client,
     scratch: Path,
+    watch: Callable[[LeaseWait], None] | None = None,
 ) -> CellReceipt:
     """Measure ``cell`` on a gang of ``world_size`` workers of ``client``, one rank on each, and wait for all of them.
 
     The workers stand evenly on ``cell.nodes`` hosts and belong to this cell alone until it ends; waiting for them is
-    no part of ``duration_s``. A rank that dies, hangs or runs out of memory ends its peers and costs only this cell:
-    the receipt then carries the cause of the first failure. ``scratch`` must be seen by all workers; the attempt gets
-    a folder of its own in it. What can be refused without a start takes no workers. Raises ``InputError`` when the
-    cluster stays too small, ``NoWorkersError`` when it is empty, ``ClusterLostError`` when its scheduler is gone and
-    ``StorageError`` when the folder cannot be made. An interrupt kills the ranks and goes on up. Threads of one client
-    may measure cells side by side.
+    no part of ``duration_s``, has no limit, and is told to ``watch`` (see ``lease_workers``). A rank that dies, hangs
+    or runs out of memory ends its peers and costs only this cell: the receipt then carries the cause of the first
+    failure. ``scratch`` must be seen by all workers; the attempt gets a folder of its own in it. What can be refused
+    without a start takes no workers. Raises ``InputError`` when the cluster stays too small, ``NoWorkersError`` when it
+    is empty, ``ClusterLostError`` when its scheduler is gone and ``StorageError`` when the folder cannot be made. An
+    interrupt kills the ranks and goes on up. Threads of one client may measure cells side by side.
     """
     refused = refuse_unstarted(cell, attempt=attempt, environment=environment)
     if refused is not None:
         return refused
     try:
-        with lease_workers(client, cell.world_size, hosts=cell.nodes) as lease:
+        with lease_workers(client, cell.world_size, hosts=cell.nodes, watch=watch) as lease:
             return _profile_on(
                 lease, cell, attempt=attempt, environment=environment, limits=limits, client=client, scratch=scratch
             )
@@ -194,7 +196,7 @@ def _await_ranks(
             wait(pending, timeout=POLL_S, return_when="FIRST_COMPLETED")
         for future in [future for future in pending if future.done()]:
             pending.discard(future)
-            reports.append(_report_of(future, worker=futures[future]))
+            reports.append(_expect_result(_report_of(future, worker=futures[future])))
         failures = sorted((report for report in reports if report["cause"]), key=lambda report: report["ended_at"])
         culprits = [report for report in failures if not report["peer_lost"]]
         gone = sorted(set(lease.lost_workers())) if pending or failures else []
@@ -223,6 +225,17 @@ def _report_of(future: Future[RankReport], *, worker: str) -> RankReport:
         return report
     reason = future.exception(timeout=REPORT_S) if future.status == "error" else future.status
     return _lost(f"worker {worker}: {type(reason).__name__}: {reason}")
+
+
+def _expect_result(report: RankReport) -> RankReport:
+    """``report``, as a failure where the rank ended as if all were well and left nothing: its model called exit."""
+    if report["cause"] or Path(report["fragment"]).exists():
+        return report
+    ended = f"exit code {report['returncode']}"
+    return report | {
+        "cause": ended,
+        "message": f"rank {report['rank']}: the process ended with {ended} without a result",
+    }
 
 
 def _end_gang(futures: dict[Future[RankReport], str], *, client: Client, lease: GangLease) -> None:

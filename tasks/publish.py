@@ -5,10 +5,17 @@ import datetime
 import importlib.metadata
 import json
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 from precision_time.predictor.api import DEFAULT_GPU
-from precision_time.predictor.artifact import SERVING_FILES, PublishedPredictor, load_artifact, pack_artifact
+from precision_time.predictor.artifact import (
+    SERVING_FILES,
+    PublishedPredictor,
+    load_artifact,
+    pack_artifact,
+    zoo_digest,
+)
 from precision_time.predictor.hierarchy import STAGE_FEATURES, HierarchicalPredictor
 from precision_time.predictor.learner import choose_parameters
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError
@@ -23,16 +30,20 @@ from precision_time.storage.manifests import (
     seal_manifest,
 )
 from precision_time.storage.registry import Registry
+from precision_time.tasks.accuracy_card import complete_card, list_limits, place_plots
 from precision_time.tasks.train import Snapshot
 from precision_time.tasks.validate import Validation
 
 __all__ = [
     "ACCURACY_CARD", "MAX_BUNDLE_BYTES", "export_bundle", "find_champion", "is_trained_on", "publish_predictor",
-    "trained_cells",
+    "trained_cells", "trained_rows",
 ]  # fmt: skip
 
 #: How well the predictor did, for people.
 ACCURACY_CARD = "report.md"
+#: What taught the predictor, for later gates.
+TRAINING_ROWS = "training.json"
+_OUT_OF_FOLD = "out_of_fold_s"
 #: What a bundle may weigh: it travels with every installation.
 MAX_BUNDLE_BYTES = 5 * 10**6
 #: Fields of a manifest that differ between two artifacts that answer alike.
@@ -50,21 +61,46 @@ def find_champion(registry: str, reference: str) -> PublishedPredictor | None:
     return load_artifact(f"{registry.rstrip('/')}/{name}@{version}")
 
 
-def is_trained_on(champion: PublishedPredictor, snapshot: Snapshot, *, holdout_models: tuple[str, ...]) -> bool:
-    """Whether the same data, with the same models held out, has made ``champion``: nothing new could come of it."""
-    manifest = champion.manifest
+def is_trained_on(manifest: ArtifactManifest, snapshot: Snapshot, *, holdout_models: tuple[str, ...]) -> bool:
+    """Whether the same data, with the same models held out, has made the artifact: nothing new could come of it."""
     return manifest.training_data_sha256 == snapshot.sha256 and manifest.holdout_models == list(holdout_models)
+
+
+def trained_rows(registry: str, champion: PublishedPredictor) -> dict[str, float | None]:
+    """The cells whose rows ``champion`` learned from, each with its out-of-fold prediction in seconds.
+
+    That is what the champion's method said to the row before it had learned from it; None where the artifact keeps
+    none. Raises ``IntegrityError`` when its list cannot be read.
+    """
+    _, files = Registry(registry).load(champion.manifest.artifact_id)
+    try:
+        training = json.loads(files[TRAINING_ROWS])
+        cells = [str(cell) for cell in training["cells"]]
+        told = training.get(_OUT_OF_FOLD, [None] * len(cells))
+        times = [None if time_s is None else float(time_s) for time_s in told]
+        return dict(zip(cells, times, strict=True))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"{TRAINING_ROWS} of the artifact cannot be read", got=repr(error), expected="the list of trained cells"
+        ) from error
 
 
 def trained_cells(registry: str, champion: PublishedPredictor) -> frozenset[str]:
     """The cells whose rows ``champion`` learned from; raises ``IntegrityError`` when its list cannot be read."""
-    _, files = Registry(registry).load(champion.manifest.artifact_id)
-    try:
-        return frozenset(str(cell) for cell in json.loads(files["training.json"])["cells"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(
-            "training.json of the artifact cannot be read", got=repr(error), expected="the list of trained cells"
-        ) from error
+    return frozenset(trained_rows(registry, champion))
+
+
+def _list_training_rows(snapshot: Snapshot, validation: Validation) -> bytes:
+    folds = validation.cross_validations.get("configuration")
+    times: dict[str, float] = {}
+    if folds is not None:
+        times = {
+            snapshot.training[row].measurement.cell_id: float(f"{time_s:.6g}")
+            for row, time_s in zip(folds.rows, folds.predicted_s["predictor"], strict=True)
+        }
+    cells = sorted(seen.measurement.cell_id for seen in snapshot.training)
+    rows = {"cells": cells, _OUT_OF_FOLD: [times.get(cell) for cell in cells], "sha256": snapshot.sha256}
+    return (json.dumps(rows) + "\n").encode()
 
 
 def _versions() -> dict[str, str]:
@@ -95,15 +131,25 @@ def publish_predictor(
     report: str,
     registry: str,
     name: str,
-    alias: str,
+    alias: str | None,
     holdout_models: tuple[str, ...],
     seed: int,
+    after: int | None = None,
+    plots: Mapping[str, bytes] | None = None,
 ) -> ArtifactManifest:
-    """Publish files, manifest, then ``alias``; the version is the next free one."""
-    cells = sorted(seen.measurement.cell_id for seen in snapshot.training)
+    """Publish files, manifest, then ``alias`` (None: no alias moves); the version is the next free one.
+
+    With ``after``, a version above it that has exactly these files is taken as it is: an earlier attempt made it.
+
+    The artifact holds the flat trees and XGBoost's JSON, the cards of models and devices that campaigns measured and
+    the package does not ship (what it ships is named by the digest of the zoo), ``report`` with the known limits, the
+    training rows, and ``plots`` (PNG or SVG by file name).
+    """
+    limits = list_limits(predictor, holdout_models=holdout_models)
     files = pack_artifact(predictor, workloads=snapshot.workloads, hardware=snapshot.hardware) | {
-        "training.json": (json.dumps({"cells": cells, "sha256": snapshot.sha256}) + "\n").encode(),
-        ACCURACY_CARD: report.encode(),
+        TRAINING_ROWS: _list_training_rows(snapshot, validation),
+        ACCURACY_CARD: complete_card(report, limits=limits, data_sha256=snapshot.sha256).encode(),
+        **place_plots(plots or {}),
     }
 
     def describe(version: int, listed: tuple[ArtifactFile, ...]) -> ArtifactManifest:
@@ -124,9 +170,23 @@ def publish_predictor(
             parameters=choose_parameters(len(snapshot.training)),
             accuracy=validation.accuracy,
             package_versions=_versions(),
+            zoo_sha256=zoo_digest(),
+            known_limits=limits,
         )
 
-    return Registry(registry).publish(name, files, describe=describe, alias=alias)
+    shelf = Registry(registry)
+    made = None if after is None else _find_same(shelf, name, files, after=after)
+    if made is None:
+        return shelf.publish(name, files, describe=describe, alias=alias)
+    if alias is not None:
+        shelf.set_alias(name, alias, made.version)
+    return made
+
+
+def _find_same(shelf: Registry, name: str, files: Mapping[str, bytes], *, after: int) -> ArtifactManifest | None:
+    listed = list_contents(files)
+    newer = (shelf.manifest(f"{name}@{version}") for version in shelf.versions(name) if version > after)
+    return next((manifest for manifest in newer if manifest.files == listed), None)
 
 
 def export_bundle(registry: str, reference: str, *, into: str | Path) -> ArtifactManifest:

@@ -1,11 +1,14 @@
 """The accuracy report of a retraining as markdown: every split beside its baselines, never one figure alone."""
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from precision_time.predictor.scoreboard import METHOD_TITLES, title_split
+from precision_time.tasks.drift import DriftReport
+from precision_time.tasks.gate import GateDecision
 from precision_time.tasks.train import Snapshot
-from precision_time.tasks.validate import Accuracy, GateDecision, Validation
+from precision_time.tasks.validate import Accuracy, Validation
 
 __all__ = ["accuracy_rows", "readable_accuracy", "write_report"]
 
@@ -46,6 +49,14 @@ def _list(names: Iterable[str], *, what: str) -> str:
     return f"{len(distinct)} {what}" if len(distinct) > MOST_NAMES else ", ".join(distinct)
 
 
+def _tabulate(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Lines of a markdown table; none without rows."""
+    if not rows:
+        return []
+    shown = [["-" if value is None else str(value) for value in row.values()] for row in rows]
+    return [f"| {' | '.join(cells)} |" for cells in (list(rows[0]), ["---"] * len(rows[0]), *shown)]
+
+
 def write_report(
     snapshot: Snapshot,
     validation: Validation,
@@ -53,10 +64,12 @@ def write_report(
     *,
     holdout_models: tuple[str, ...],
     importances: Mapping[str, float] | None = None,
+    drift: DriftReport | None = None,
+    pictures: Sequence[str] = (),
 ) -> str:
-    """The accuracy card: data, splits with baselines and goals, intervals, what the trees lean on, and the gate.
+    """The accuracy card: data, splits with baselines and goals, intervals, what the trees lean on, gate and drift.
 
-    ``importances`` are shares of the gain by feature, largest first.
+    ``importances`` are shares of the gain by feature, largest first. ``pictures`` are lines that show plots.
     """
     rows = snapshot.training
     lines = [
@@ -70,11 +83,8 @@ def write_report(
         "Errors of the iteration time on rows that the method did not see; all methods on the same folds.",
         "",
     ]
-    table = readable_accuracy(validation.accuracy)
-    lines += [
-        f"| {' | '.join(cells)} |" for cells in (table[0], ["---"] * len(table[0]), *(row.values() for row in table))
-    ]
-    lines += ["", f"Intervals at {validation.level:.0%}, as a factor around the prediction:", ""]
+    lines += [*_tabulate(readable_accuracy(validation.accuracy)), "", *pictures]
+    lines += [f"Intervals at {validation.level:.0%}, as a factor around the prediction:", ""]
     lines += [f"- {regime}: x{math.exp(radius):.2f}" for regime, radius in validation.radii.items()]
     if not validation.radii:
         lines.append("- none: too few rows to calibrate")
@@ -83,6 +93,18 @@ def write_report(
         lines += [f"- {name}: {share:.1%}" for name, share in list(importances.items())[:MOST_IMPORTANT]]
     lines += ["", f"Gate: {'passed' if decision.passed else 'not passed'}.", ""]
     lines += [f"- {reason}" for reason in decision.reasons]
+    if decision.comparisons:
+        lines += [
+            "",
+            f"Mean absolute log error of this predictor, out of fold, and of {decision.champion} on the same rows, of "
+            "which neither knew the time; chance: how often such a difference comes up when both are equally good.",
+            "",
+            *_tabulate(decision.table()),
+        ]
+    if drift is not None:
+        lines += ["", f"{drift.summary[0].upper()}{drift.summary[1:]}.", ""]
+        lines += _tabulate(drift.table())
+    lines += ["", "The decision as data:", "", "```json", json.dumps(decision.to_dict(), indent=1), "```"]
     if snapshot.problems:
         lines += ["", "Data that was left out:", ""]
         lines += [f"- `{path}`: {reason}" for path, reason in snapshot.problems]

@@ -16,6 +16,7 @@ from precision_time.predictor.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, IntegrityError, UnknownNameError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.glm import NO_CARD, is_glm
 
 #: Four of five folds must leave the 9 rows from which an interval at 0.9 can be calibrated.
 FEWEST_CELLS = 12
@@ -111,11 +112,13 @@ def fit_predictor(snapshot: Snapshot, *, seed: int) -> HierarchicalPredictor:
 
 def _read_dataset(url: str) -> _Source:
     dataset = TimingsDataset(url)
-    measured = dataset.measurements()
+    recorded = dataset.measurements()
+    measured = [seen for seen in recorded if not is_glm(seen.model)]
+    refused = Counter({NO_CARD: len(recorded) - len(measured)} if len(recorded) > len(measured) else {})
     if not measured:
         raise InputError(
             "no measurements to train on",
-            got=url,
+            got=f"{url}: {refused[NO_CARD]} cells of CA-SGD only" if refused else url,
             expected="a dataset with recorded cells",
             fix="run `precision-time campaign FILE` first",
         )
@@ -140,7 +143,8 @@ def _read_dataset(url: str) -> _Source:
         observations=observations,
         workloads=workloads,
         hardware=hardware,
-        problems=problems,
+        problems=(*problems, *((url, f"{count} cells cannot be used: {reason}") for reason, count in refused.items())),
+        refused=refused,
     )
 
 

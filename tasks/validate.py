@@ -1,21 +1,17 @@
-"""Cross-validate on the training rows, score the held-out models, and judge the challenger against the champion."""
+"""Cross-validate on the training rows, score the held-out models, and find the intervals that hold."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from precision_time.predictor.accuracy import CrossValidation, cross_validate_all, score_holdout
-from precision_time.predictor.artifact import PublishedPredictor
 from precision_time.predictor.learner import FEWEST_FOR_MANY
 from precision_time.predictor.leave_out import feasible_splits
 from precision_time.predictor.pooling import Effect
 from precision_time.predictor.pooling_fit import estimate_effects
 from precision_time.tasks.train import Snapshot
 
-__all__ = ["Accuracy", "GateDecision", "Validation", "judge_challenger", "validate_predictor"]
+__all__ = ["Accuracy", "Validation", "chance_of_coverage", "coverage_holds", "validate_predictor"]
 
 #: The split whose errors calibrate the interval of each regime; the next one where there is no such split.
 CALIBRATED_ON = {
@@ -48,14 +44,6 @@ class Validation:
     radii: dict[str, float]
     level: float
     effects: Mapping[str, Effect] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateDecision:
-    """Whether the challenger may be published, and why or why not."""
-
-    passed: bool
-    reasons: tuple[str, ...]
 
 
 def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Validation:
@@ -107,67 +95,3 @@ def coverage_holds(metrics: dict[str, dict[str, float | None]], *, level: float)
     if abs(coverage - level) <= COVERAGE_BAND:
         return True
     return chance_of_coverage(round(coverage * rows), round(rows), level) >= COVERAGE_SIGNIFICANCE
-
-
-def is_worse(errors: npt.NDArray[np.float64], than: npt.NDArray[np.float64]) -> bool:
-    """Whether paired absolute log ``errors`` are larger on average, by more than chance (one-sided, about 5 %)."""
-    difference = np.abs(errors) - np.abs(than)
-    if len(difference) < 2:
-        return bool(difference.mean() > 0)
-    return bool(difference.mean() > 1.645 * difference.std(ddof=1) / math.sqrt(len(difference)))
-
-
-def judge_challenger(
-    snapshot: Snapshot,
-    validation: Validation,
-    *,
-    champion: PublishedPredictor | None,
-    champion_cells: frozenset[str] = frozenset(),
-) -> GateDecision:
-    """The gate: coverage must hold, the closed forms be beaten, and a champion not be better on new rows.
-
-    The closed forms are what answers without an artifact, so one that loses to them would make answers worse; and it
-    must not be worse, by more than chance, than the roofline with one fitted factor.
-
-    With a champion both are compared on the same rows, those recorded since it was trained, which neither saw (the
-    challenger's predictions are out of fold): its mean absolute log error must not be larger than the champion's.
-    """
-    metrics = validation.accuracy["configuration"]
-    passed, reasons = True, []
-
-    coverage, rows = metrics["predictor"]["coverage"], len(snapshot.training)
-    holds = coverage_holds(metrics, level=validation.level)
-    passed &= holds
-    shown = "unknown: too few rows" if coverage is None else f"{coverage:.0%}"
-    reasons.append(
-        f"coverage {shown} of {rows} rows at level {validation.level:.0%} {'holds' if holds else 'does not hold'}"
-    )
-
-    ours, theirs = metrics["predictor"]["mape"], metrics["closed_form"]["mape"]
-    wins = ours is not None and theirs is not None and ours < theirs
-    passed &= wins
-    reasons.append(f"MAPE {ours:.1%} {'beats' if wins else 'does not beat'} the closed forms' {theirs:.1%}")
-
-    folds = validation.cross_validations["configuration"]
-    behind = is_worse(folds.log_errors(), than=folds.log_errors("roofline"))
-    passed &= not behind
-    if behind:
-        reasons.append(f"it is worse than the roofline with one factor, {metrics['roofline']['mape']:.1%}")
-
-    if champion is not None:
-        new = [i for i, seen in enumerate(snapshot.training) if seen.measurement.cell_id not in champion_cells]
-        name = champion.manifest.artifact_id
-        if not new:
-            return GateDecision(passed=False, reasons=(*reasons, f"no row is new since {name}"))
-        fresh = [snapshot.training[number] for number in new]
-        measured = np.array([seen.measurement.iteration_time_s for seen in fresh])
-        known = champion.predictor.predict([seen.query for seen in fresh])
-        champion_error = float(np.abs(np.log(measured / known.iteration_time_s)).mean())
-        challenger_error = float(np.abs(folds.log_errors()[new]).mean())
-        not_worse = challenger_error <= champion_error
-        passed &= not_worse
-        reasons.append(
-            f"on {len(new)} rows new since {name} the mean absolute log error is {challenger_error:.3f}, "
-            f"the champion's {champion_error:.3f}"
-        )
-    return GateDecision(passed=passed, reasons=tuple(reasons))

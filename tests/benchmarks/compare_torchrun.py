@@ -12,8 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from distributed import Client, LocalCluster
-
+from precision_time.flows.cluster import Client, open_cluster
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.job import MeasurementLimits
 from precision_time.tasks.profile import profile_cell
@@ -58,11 +57,7 @@ def time_cell(model: str, batch_size: int, *, client: Client, scratch: Path) -> 
 def main(rounds: int, model: str, batch_size: int) -> None:
     """Print both medians of each round, then the ratio of engine to bare with its 90 % interval."""
     logs = []
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        LocalCluster(n_workers=RANKS, threads_per_worker=1, dashboard_address=None) as cluster,
-        Client(cluster) as client,
-    ):
+    with tempfile.TemporaryDirectory() as scratch, open_cluster("cpu", RANKS) as client:
         for number in range(rounds):
             pair = [time_bare(model, batch_size), time_cell(model, batch_size, client=client, scratch=Path(scratch))]
             logs.append(math.log(pair[1] / pair[0]))

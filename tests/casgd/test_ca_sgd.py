@@ -112,11 +112,15 @@ def test_both_solvers_are_sgd_as_one_would_write_it_down(objective, order, weigh
         assert found.steps == 2 * 26
 
 
+@pytest.mark.parametrize("form", ["dense", "csr"])
 @pytest.mark.parametrize("s", [1, 6])
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
-def test_two_ranks_find_what_one_finds(s, prefetch, objective, problem_of, ranks):
+def test_two_ranks_find_what_one_finds(form, s, prefetch, objective, problem_of, ranks):
     problem = problem_of(objective, l2=0.05)
+    if form == "csr":
+        holes = np.random.default_rng(1).random(problem.features.shape) < 0.03
+        object.__setattr__(problem, "features", scipy.sparse.csr_matrix(problem.features * holes))
     chosen = options(s=s, prefetch=prefetch)
     alone = run_ca_sgd(problem, chosen)
     parts = [slice(0, 9), slice(9, None)]

@@ -10,10 +10,12 @@ import pytest
 from scipy.sparse import csr_array, csr_matrix, random_array
 
 from precision_time.casgd.batch_fit import fit_batch
+from precision_time.casgd.bounds import check_accumulators
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.guard import LARGEST, U_RMS, Verdict, check_accumulators, choose_policy, predicted_excess
+from precision_time.casgd.excess import U_RMS, predicted_excess
+from precision_time.casgd.guard import Verdict, choose_policy
 from precision_time.casgd.objectives import LOGISTIC, OBJECTIVES, POISSON, SQUARED
-from precision_time.casgd.precision import CHOICES, POLICIES, ROUNDOFF, round_to
+from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, round_to
 from precision_time.casgd.problem import Options, Problem
 from precision_time.casgd.schedules import Schedule
 

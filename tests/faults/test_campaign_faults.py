@@ -17,12 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from precision_time.flows.scratch import PREFIX
 from precision_time.storage.timings import TimingsDataset
 
 pytestmark = pytest.mark.faults
 
 MARK = "PRECISION_TIME_TEST_MARK"
-WAIT_S = 120
+WAIT_S = 180
 
 FILE = """\
 name: faults
@@ -76,7 +77,8 @@ class Campaign:
         deadline = time.monotonic() + WAIT_S
         while not any("precision_time.tasks.ranks" in " ".join(command) for command in self.living()):
             assert time.monotonic() < deadline, "no rank was started in time"
-            time.sleep(0.05)
+            # Each look reads the environment of every process.
+            time.sleep(0.2)
 
     def living(self) -> list[list[str]]:
         """The command lines of the processes of this campaign that are still alive; a zombie is not."""
@@ -121,6 +123,9 @@ def assert_whole(data: Path, *, cells: int) -> None:
 
 def test_a_killed_campaign_leaves_no_process_and_goes_on_where_it_stopped(campaign: Campaign) -> None:
     campaign.write()
+    temporary = campaign.folder / "tmp"
+    temporary.mkdir()
+    campaign.environment["TMPDIR"] = str(temporary)
     process = campaign.start()
     campaign.wait_for_cells(process, 1)
     campaign.wait_for_rank()
@@ -129,6 +134,7 @@ def test_a_killed_campaign_leaves_no_process_and_goes_on_where_it_stopped(campai
     campaign.assert_nothing_is_left()
     before = len(TimingsDataset(str(campaign.data)).recorded_cells())
     assert 1 <= before < 4
+    assert len(list(temporary.glob(f"{PREFIX}*"))) == 1
 
     again = campaign.start()
     out, err = again.communicate(timeout=2 * WAIT_S)
@@ -136,7 +142,24 @@ def test_a_killed_campaign_leaves_no_process_and_goes_on_where_it_stopped(campai
     result = json.loads(out)
     assert (result["cells_recorded"], result["cells_measured"]) == (4, 4 - before)
     assert_whole(campaign.data, cells=4)
+    assert not list(temporary.glob(f"{PREFIX}*"))
     campaign.assert_nothing_is_left()
+
+
+def test_a_campaign_in_which_nothing_can_run_starts_no_cluster_and_says_so(campaign: Campaign) -> None:
+    campaign.write()
+    with (campaign.folder / "campaign.yaml").open("a", encoding="utf-8") as file:
+        file.write("strategies: [fsdp]\n")
+    process = campaign.start()
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 5, err
+    result = json.loads(out)
+    assert (result["cells_recorded"], result["cells_left"], result["ended_by"]) == (0, 0, "")
+    assert {cell["cause"] for cell in result["failed"]} == {"strategy-unsupported"}
+    error = json.loads(err.splitlines()[-1])
+    assert error["code"] == "E-PARTIAL"
+    assert error["got"].startswith("nothing is left to measure: what has no timings was refused")
+    assert len(TimingsDataset(str(campaign.data)).outcomes()) == len(result["failed"]) == 4
 
 
 def test_ctrl_c_ends_with_130_and_leaves_whole_data_and_no_process(campaign: Campaign) -> None:

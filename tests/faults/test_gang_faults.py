@@ -25,7 +25,7 @@ from distributed import Client, LocalCluster
 from distributed.core import Status
 
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.leases import gang_state
+from precision_time.tasks.leases import gang_state, lease_workers
 from precision_time.tasks.rank_process import end_ranks
 
 pytestmark = pytest.mark.faults
@@ -291,8 +291,9 @@ def test_a_campaign_runs_on_a_scheduler_outside_and_survives_its_death(outside: 
     wait_until(lambda: campaign.poll() is not None or outside.recorded() >= 1)
     outside.scheduler.kill()
     out, said = campaign.communicate(timeout=WAIT_S)
-    assert campaign.returncode == 1, said
-    assert json.loads(said.splitlines()[-1])["code"] == "E-CLUSTER-LOST"
+    assert campaign.returncode == 5, said
+    assert json.loads(said.splitlines()[-1])["code"] == "E-PARTIAL"
+    assert "the Dask scheduler is gone or does not answer" in json.loads(out)["ended_by"]
     before = outside.recorded()
     assert 1 <= before < 4
     assert_rows_are_whole(outside, cells=before)
@@ -312,6 +313,35 @@ def test_a_campaign_runs_on_a_scheduler_outside_and_survives_its_death(outside: 
     assert_no_rank_is_left(mark)
 
 
+def test_a_campaign_that_waits_for_workers_says_so_and_ends_at_once_by_ctrl_c(outside: Outside, mark: str) -> None:
+    outside.start_scheduler()
+    outside.start_workers(2)
+    campaign = outside.start_campaign(batches="[4, 8]", wait="20s")
+    assert campaign.stderr is not None
+    wait_until(lambda: campaign.poll() is not None or outside.recorded() >= 1)
+    with Client(outside.address) as client, lease_workers(client, 2):
+        waits = "waiting for"
+        while waits not in (line := campaign.stderr.readline()):
+            assert line, "it ended without a word of the wait"
+        assert "2 of 2 are held by 1 lease of others" in line
+        # The limit for workers to appear is none for workers that others hold.
+        time.sleep(10)
+        assert campaign.poll() is None
+        campaign.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        out, said = campaign.communicate(timeout=WAIT_S)
+        assert time.monotonic() - began < WAIT_S / 2
+        assert campaign.returncode == 130, said
+        assert len(gang_state(client)["leases"]) == 1
+    # What came of the run until then is shown all the same.
+    result = json.loads(out)
+    assert (result["ended_by"], result["failed"]) == ("interrupted", [])
+    assert 1 <= result["cells_recorded"] == outside.recorded() < 4
+    assert_rows_are_whole(outside, cells=outside.recorded())
+    assert not list((outside.folder / "scratch").iterdir())
+    assert_no_rank_is_left(mark)
+
+
 def last_error(campaign: "subprocess.Popen[str]") -> dict[str, str]:
     _, said = campaign.communicate(timeout=WAIT_S)
     assert campaign.returncode != 0
@@ -328,7 +358,7 @@ def test_a_cluster_that_cannot_measure_is_refused_with_what_to_do(outside: Outsi
 
     outside.start_scheduler()
     error = last_error(outside.start_campaign(wait="2s"))
-    assert (error["code"], error["exit"], error["got"]) == ("E-NO-WORKERS", "1", "0 of 2 within 2 s")
+    assert (error["code"], error["exit"], error["got"]) == ("E-NO-WORKERS", "2", "0 of 2 within 2 s")
 
     outside.start_workers(2, threads=2)
     error = last_error(outside.start_campaign())

@@ -5,6 +5,7 @@ Needs Debian's packages slurm-wlm and munge; without their programs the tests fa
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from precision_time.storage.timings import TimingsDataset
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
 
 pytestmark = [pytest.mark.faults, pytest.mark.slurm]
 
@@ -143,3 +147,68 @@ def test_a_campaign_measures_on_jobs_of_slurm_and_leaves_none(slurm: dict[str, s
         time.sleep(0.5)
     assert not list(tmp_path.glob("slurm-*.out"))
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def submit(slurm: dict[str, str], folder: Path, **settings: str) -> str:
+    """Submit the batch script for the campaign; returns the number of the job."""
+    lines = CAMPAIGN.format(data="data").splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.startswith(("cluster:", "slurm:")))
+    (folder / "campaign.yaml").write_text(text, encoding="utf-8")
+    chosen = slurm | {
+        "VENV": sys.prefix, "WORKERS": "2", "INTERFACE": "lo", "PREFECT_HOME": str(folder / "prefect"), **settings,
+    }  # fmt: skip
+    command = ["sbatch", "--parsable", "--nodes", "1", DEPLOY / "slurm" / "campaign.sbatch", "campaign.yaml"]
+    done = subprocess.run(command, cwd=folder, env=chosen, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def job_end(slurm: dict[str, str], job: str, log: Path) -> str:
+    """The exit code of a job that Slurm has ended."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        said = answer("scontrol", "--oneliner", "show", "job", job, environment=slurm).decode()
+        fields = dict(field.split("=", 1) for field in said.split() if "=" in field)
+        if fields.get("JobState") not in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}:
+            return fields["ExitCode"].split(":")[0]
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
+        time.sleep(0.5)
+
+
+def test_the_batch_script_measures_in_one_allocation_and_leaves_nothing_running(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    subprocess.run([DEPLOY / "make_certificates.sh", tmp_path / "tls"], check=True, capture_output=True)
+    words = shlex.split((tmp_path / "tls" / "tls.sh").read_text(encoding="utf-8"))
+    tls = dict(word.split("=", 1) for word in words if word != "export")
+    job = submit(slurm, tmp_path, PROTOCOL="tls", **tls)
+    log = tmp_path / f"precision-time-{job}.log"
+    assert job_end(slurm, job, log) == "0", log.read_text(errors="replace")[-3000:]
+    said = log.read_text(errors="replace")
+    assert "tls://127.0.0.1" in said
+    assert "tcp://" not in said
+    assert "Traceback" not in said
+    assert len(TimingsDataset(str(tmp_path / "data")).recorded_cells()) == 2
+    assert not list(tmp_path.glob("scheduler-*.json"))
+    # nothing of the job is left: Slurm sets the variable for every process of it
+    assert not [
+        process.pid for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("SLURM_JOB_ID") == job
+        and process.info["environ"].get("PREFECT_HOME") == str(tmp_path / "prefect")
+    ]  # fmt: skip
+
+
+def test_the_signal_before_the_time_is_up_ends_the_batch_script_after_the_cell_under_way(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    job = submit(slurm, tmp_path)
+    log = tmp_path / f"precision-time-{job}.log"
+    deadline = time.monotonic() + WAIT_S
+    while not list(tmp_path.glob("data/timings/v1/*/*/cell-*.parquet")):
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
+        time.sleep(0.1)
+    answer("scancel", "--batch", "--signal", "INT", job, environment=slurm)
+    code = job_end(slurm, job, log)
+    recorded = len(TimingsDataset(str(tmp_path / "data")).recorded_cells())
+    # where the signal came after the last cell had begun, all are recorded
+    assert (code, recorded) in {("130", 1), ("130", 2), ("0", 2)}, log.read_text(errors="replace")[-3000:]

@@ -371,7 +371,7 @@ def test_the_deployment_names_this_flow_and_a_campaign_that_holds() -> None:
     from precision_time.flows.campaign import profiling_campaign
 
     text = Path(__file__).parents[2].joinpath("deploy", "prefect.yaml").read_text(encoding="utf-8")
-    (deployment,) = [entry for entry in yaml.safe_load(text)["deployments"] if entry["name"] == "campaign"]
+    (deployment,) = [entry for entry in yaml.safe_load(text)["deployments"] if entry["name"] == "profiling-campaign"]
     assert load_flow_from_entrypoint(deployment["entrypoint"], use_placeholder_flow=False) is profiling_campaign
     assert CampaignSpec.model_validate(deployment["parameters"]["spec"]).cells()
     assert profiling_campaign.parameters.properties["spec"]["title"] == "spec"

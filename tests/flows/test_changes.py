@@ -1,11 +1,11 @@
-"""A campaign that is resumed with other settings: what counts as a change, how it reads, and what accepts it."""
+"""A campaign whose recorded cells were measured with other settings: what counts, how it reads, what accepts it."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from precision_time.flows.changes import list_changes, note_settings
+from precision_time.flows.changes import list_changes, note_measured, note_settings
 from precision_time.flows.plan import plan_campaign
 from precision_time.flows.spec import CampaignSpec
 from precision_time.storage.errors import InputError
@@ -29,13 +29,18 @@ def recorded(tmp_path: Path, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> N
     spec = make_spec(tmp_path)
     note_settings(spec)
     (planned,) = plan_campaign(spec, probe=probe).cells
+    note_measured(spec, planned.cell_id)
     monkeypatch.setattr(TimingsDataset, "recorded_cells", lambda self: {planned.cell_id})
 
 
 @pytest.mark.usefixtures("recorded")
-def test_other_settings_are_shown_as_a_diff_and_refused(tmp_path: Path, probe: Probe) -> None:
-    spec = make_spec(tmp_path, batch_sizes=[8, 16], measured_steps=30, seconds_per_cell=90)
-    with pytest.raises(InputError, match=r"measured_steps: 20 -> 30; seconds_per_cell: 60.0 -> 90.0.*accept-changes"):
+@pytest.mark.parametrize("name", ["trial", "another"])
+def test_other_settings_are_shown_as_a_diff_and_refused_whatever_the_name(
+    tmp_path: Path, probe: Probe, name: str
+) -> None:
+    spec = make_spec(tmp_path, name=name, batch_sizes=[8, 16], measured_steps=30, seconds_per_cell=90)
+    said = r"measured_steps: 20 -> 30 \(cells: 1\); seconds_per_cell: 60.0 -> 90.0 \(cells: 1\).*accept-changes"
+    with pytest.raises(InputError, match=said):
         plan_campaign(spec, probe=probe)
 
 
@@ -48,7 +53,6 @@ def test_other_settings_are_shown_as_a_diff_and_refused(tmp_path: Path, probe: P
         {"gpus": [1, 2]},
         {"batch_sizes": [8, 16], "max_cells": 3, "max_attempts": 5},
         {"batch_sizes": [8, 16], "warmup_steps": 9, "accept_changes": True},
-        {"batch_sizes": [8, 16], "warmup_steps": 9, "name": "another"},
         {"warmup_steps": 9},  # nothing is left to measure otherwise
         {"batch_sizes": [16], "warmup_steps": 9},  # none of its cells is recorded
     ],
@@ -58,25 +62,47 @@ def test_what_changes_no_recorded_cell_is_planned(tmp_path: Path, probe: Probe, 
     assert plan_campaign(make_spec(tmp_path, **changes), probe=probe).cells
 
 
-def test_what_was_accepted_is_what_the_next_run_is_compared_with(tmp_path: Path) -> None:
-    first, other = make_spec(tmp_path), make_spec(tmp_path, measured_steps=30)
-    assert list_changes(first) == []
-    note_settings(first)
-    assert list_changes(other) == ["measured_steps: 20 -> 30"]
-    note_settings(other)
-    note_settings(other)
-    assert list_changes(other) == []
-    assert list_changes(first) == ["measured_steps: 30 -> 20"]
-    document = tmp_path / "data" / "campaigns" / "v1" / "trial.json"
-    assert document.read_text(encoding="utf-8").count('"measured_steps"') == 2
+def test_each_cell_keeps_the_settings_it_was_measured_with(tmp_path: Path) -> None:
+    first, other = make_spec(tmp_path), make_spec(tmp_path, name="other", measured_steps=30)
+    for spec, cells in ((first, "ab"), (other, "cde")):
+        note_settings(spec)
+        for cell in cells:
+            note_measured(spec, cell)
+    # Whoever comes second with a cell that another has recorded meanwhile finds both, and it counts as the own one.
+    note_measured(other, "a")
+    everything = set("abcdefg")
+    assert list_changes(first, cells=everything) == ["measured_steps: 30 -> 20 (cells: 3)"]
+    assert list_changes(other, cells=everything) == ["measured_steps: 20 -> 30 (cells: 1)"]
+    assert list_changes(other, cells=set("acg")) == []
+    assert list_changes(make_spec(tmp_path, warmup_steps=9), cells=everything) == [
+        "warmup_steps: 5 -> 9 (cells: 5)",
+        "measured_steps: 30 -> 20 (cells: 4)",
+    ]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"measured_with": 3}', '{"measured_with": [3]}'])
-def test_a_damaged_document_stops_nothing_and_is_written_anew(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", None], ids=["cut", "list", "gone"])
+def test_a_damaged_document_stops_nothing_and_is_written_anew(tmp_path: Path, text: str | None) -> None:
+    spec, other = make_spec(tmp_path), make_spec(tmp_path, warmup_steps=9)
+    note_settings(spec)
+    note_measured(spec, "a")
+    (document,) = (tmp_path / "data" / "settings" / "v1").glob("*.json")
+    if text is None:
+        document.unlink()
+    else:
+        document.write_text(text, encoding="utf-8")
+    assert list_changes(other, cells={"a"}) == []
+    note_settings(spec)
+    assert list_changes(other, cells={"a"}) == ["warmup_steps: 5 -> 9 (cells: 1)"]
+
+
+def test_a_setting_that_an_older_version_did_not_know_counts_as_its_default(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     note_settings(spec)
-    document = tmp_path / "data" / "campaigns" / "v1" / "trial.json"
-    document.write_text(text, encoding="utf-8")
-    assert list_changes(make_spec(tmp_path, warmup_steps=9)) == []
-    note_settings(spec)
-    assert list_changes(make_spec(tmp_path, warmup_steps=9)) == ["warmup_steps: 5 -> 9"]
+    note_measured(spec, "a")
+    (document,) = (tmp_path / "data" / "settings" / "v1").glob("*.json")
+    document.write_text('{"measured_steps": 30, "warmup_steps": 5, "unknown": 3}', encoding="utf-8")
+    other = make_spec(tmp_path, timeout_per_cell=301)
+    assert list_changes(other, cells={"a"}) == [
+        "measured_steps: 30 -> 20 (cells: 1)",
+        "timeout_s: 300.0 -> 301.0 (cells: 1)",
+    ]

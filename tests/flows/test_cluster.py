@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 from distributed import Client, LocalCluster
 
 from precision_time.flows import cluster as cluster_module
-from precision_time.flows.cluster import check_scratch, open_cluster, open_scratch
-from precision_time.flows.cluster_settings import find_scratch, is_address, is_local
+from precision_time.flows.cluster import check_scratch, open_cluster, probe_worker
+from precision_time.flows.cluster_settings import is_address, is_local
+from precision_time.flows.scratch import OWNER, PREFIX, find_scratch, open_scratch
 from precision_time.storage.errors import InputError, NoWorkersError, StorageError
-from precision_time.tasks.leases import gang_state
+from precision_time.tasks.leases import gang_state, lease_workers
 
 
 def test_each_rank_gets_a_process_that_ctrl_c_does_not_reach() -> None:
@@ -105,6 +108,16 @@ def test_workers_that_do_not_come_end_the_wait(outside: str) -> None:
         pass
 
 
+def test_the_probe_of_a_busy_cluster_waits_for_a_worker_no_longer_than_it_may(outside: str) -> None:
+    with open_cluster("cpu", 2, cluster=outside) as client:
+        with (
+            lease_workers(client, 2),
+            pytest.raises(NoWorkersError, match=r"fewer than 1 free workers for 0\.3 s"),
+        ):
+            probe_worker(client, "cpu", wait_s=0.3)
+        assert not gang_state(client)["queue"]
+
+
 @pytest.mark.parametrize(
     ("outside", "said"),
     [({"failures": 3}, "ALLOWED_FAILURES=0"), ({"threads": 2}, "--nthreads 1")],
@@ -163,6 +176,43 @@ def test_a_scratch_folder_that_a_worker_does_not_see_is_refused(
         monkeypatch.setattr(Client, "run", lambda *_, **__: {"tcp://10.0.0.9:1": FileNotFoundError("mark")})
         with pytest.raises(InputError, match=r"does not see the scratch folder.*tcp://10\.0\.0\.9:1"):
             check_scratch(client, tmp_path)
+
+
+#: A campaign that is killed within its scratch folder.
+KILLED = """
+import os, signal, sys
+from precision_time.flows.scratch import open_scratch
+with open_scratch(cluster="local", data="d", scratch=sys.argv[1]) as folder:
+    (folder / "cell").mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_campaign_left_is_swept_by_the_next_and_nothing_else_is(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    assert (left / "cell").exists()
+    elsewhere, unmarked, others = (tmp_path / f"{PREFIX}{name}" for name in ("elsewhere", "unmarked", "others"))
+    for folder in (elsewhere, unmarked, others, tmp_path / "precision-time-other", tmp_path / "kept"):
+        folder.mkdir()
+    for folder in (elsewhere, others):
+        (folder / OWNER).write_text('{"host": "another"}', encoding="utf-8")
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "kept")
+    a_day_ago = time.time() - 25 * 3600
+    for folder in (elsewhere, tmp_path / "precision-time-other"):
+        os.utime(folder, (a_day_ago, a_day_ago))
+
+    with open_scratch(cluster="local", data="d", scratch=str(tmp_path)) as living:
+        assert not left.exists()
+        assert not elsewhere.exists()
+        assert unmarked.exists()
+        assert others.exists()
+        assert (tmp_path / "kept").exists()
+        assert (tmp_path / "precision-time-other").exists()
+        os.utime(living, (a_day_ago, a_day_ago))
+        with open_scratch(cluster="local", data="d", scratch=str(tmp_path)):
+            assert living.exists()
+    assert not living.exists()
 
 
 def test_local_clusters_and_addresses_are_told_apart() -> None:

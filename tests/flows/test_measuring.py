@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from precision_time.flows import campaign
 from precision_time.flows.budget import Budget
 from precision_time.flows.interrupts import Interrupts, catch_interrupts
-from precision_time.flows.measuring import CellStoppedError, MeasuredCells, measure_missing
-from precision_time.flows.plan import CampaignPlan, PlannedCell
+from precision_time.flows.measuring import CellStoppedError, MeasuredCells, measure_missing, watch_wait
+from precision_time.flows.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.progress import CampaignProgress
 from precision_time.flows.spec import CampaignSpec
 from precision_time.flows.summary import markdown_report, summarise
-from precision_time.storage.errors import StorageFullError
+from precision_time.storage.errors import ClusterLostError, NoWorkersError, StorageFullError
 from precision_time.storage.schema import CellOutcome
+from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.leases import LeaseWait
 from precision_time.tasks.probe import ProbeReport
 
 MakePlan = Callable[..., CampaignPlan]
@@ -103,6 +106,11 @@ def test_max_hours_lets_the_cell_under_way_finish(make_plan: MakePlan) -> None:
     assert len(measured.outcomes) <= 1
 
 
+def test_max_hours_counts_from_the_start_of_the_run(make_plan: MakePlan) -> None:
+    measured = run(make_plan(max_hours=0.5), make_outcome, started=time.monotonic() - 1801)
+    assert (measured.outcomes, measured.ended_by) == ({}, "max_hours 0.5")
+
+
 def test_hours_and_failures_are_compared_with_their_limits() -> None:
     budget = Budget(max_hours=0.5, max_failures=2)
     assert budget.forbid_any(elapsed_s=1799.0, failures=1) == ""
@@ -159,6 +167,88 @@ def test_one_interrupt_ends_the_campaign_after_the_cell_under_way(make_plan: Mak
 
     measured = run(make_plan(), measure, interrupts=interrupts)
     assert (len(measured.outcomes), measured.ended_by) == (1, "interrupted")
+
+
+def test_an_interrupt_in_the_last_cell_is_answered_too(make_plan: MakePlan) -> None:
+    interrupts, plan = Interrupts(), make_plan()
+
+    def measure(planned: PlannedCell) -> CellOutcome:
+        if planned is plan.cells[-1]:
+            interrupts(signal.SIGINT, None)
+        return make_outcome(planned)
+
+    measured = run(plan, measure, interrupts=interrupts)
+    assert (len(measured.outcomes), measured.ended_by) == (8, "interrupted")
+    result = summarise(plan, measured.outcomes, rows={}, duration_s=1.0, ended_by=measured.ended_by)
+    assert (result.status, result.end) == ("complete", "ended by interrupted; no cell was left to try")
+
+
+def make_wait(seconds: float) -> LeaseWait:
+    return LeaseWait(seconds=seconds, wanted=3, known=4, held=2, leases=1)
+
+
+def test_an_interrupt_gives_up_a_cell_that_still_waits_for_workers(make_plan: MakePlan) -> None:
+    interrupts, plan = Interrupts(), make_plan()
+    stream = io.StringIO()
+    under_way = threading.Barrier(2, timeout=30)
+
+    def measure(planned: PlannedCell) -> CellOutcome:
+        under_way.wait()
+        if planned is plan.cells[0]:
+            interrupts(signal.SIGINT, None)
+            return make_outcome(planned)
+        watch = watch_wait(planned, progress=progress, interrupts=interrupts)
+        while True:
+            watch(make_wait(20.0))
+            time.sleep(0.01)
+
+    with CampaignProgress(plan, stream=stream) as progress:
+        measured = measure_missing(plan, measure=measure, progress=progress, at_once=2, interrupts=interrupts)
+    assert (list(measured.outcomes), measured.ended_by) == ([plan.cells[0].cell_id], "interrupted")
+
+
+def test_a_wait_for_workers_is_named_after_15_s_and_then_every_minute(make_plan: MakePlan) -> None:
+    plan, stream = make_plan(), io.StringIO()
+    with CampaignProgress(plan, stream=stream) as progress:
+        watch = watch_wait(plan.cells[0], progress=progress, interrupts=Interrupts())
+        for seconds in range(1, 140):
+            watch(make_wait(float(seconds)))
+    said = "mlp fp32 x1 b8: waiting for 3 free workers: 2 of 4 are held by 1 lease of others, for"
+    assert stream.getvalue().splitlines() == [f"{said} {waited} so far" for waited in ("15 s", "1 m 15 s", "2 m 15 s")]
+
+
+def test_the_time_of_a_cell_begins_when_it_has_its_workers(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("precision_time.flows.progress.time.monotonic", lambda: clock[0])
+    plan, stream = make_plan(), io.StringIO()
+    progress = CampaignProgress(plan, stream=stream)
+    progress.start_cell(plan.cells[0])
+    clock[0] = 3600.0
+    progress.show_wait(plan.cells[0], make_wait(1.0))
+    clock[0] += 5.0
+    progress.finish_cell(plan.cells[0], make_outcome(plan.cells[0]), is_last_attempt=True)
+    assert "mlp fp32 x1 b8: recorded (5 s), about 35 s left" in stream.getvalue()
+
+
+@pytest.mark.parametrize("error", [ClusterLostError("the scheduler is gone"), NoWorkersError("no worker is left")])
+def test_a_lost_cluster_ends_a_run_that_has_recorded_something_and_breaks_any_other(
+    make_plan: MakePlan, error: Exception
+) -> None:
+    plan = make_plan()
+
+    def lose(planned: PlannedCell) -> CellOutcome:
+        if planned is plan.cells[first_lost]:
+            raise error
+        return make_outcome(planned)
+
+    first_lost = 2
+    measured = run(plan, lose)
+    assert (len(measured.outcomes), measured.ended_by) == (2, f"the loss of the cluster ({error})")
+    first_lost = 0
+    with pytest.raises(type(error)):
+        run(plan, lose)
 
 
 def test_what_is_raised_in_the_loop_stops_the_cells_and_runs_their_clean_up(make_plan: MakePlan) -> None:
@@ -224,9 +314,6 @@ def test_batches_are_chosen_by_what_came_of_those_before(make_plan: MakePlan) ->
 def test_a_cell_that_was_refused_here_before_is_not_tried_again(
     tmp_path: Path, probe: Callable[[str], ProbeReport]
 ) -> None:
-    from precision_time.flows.plan import plan_campaign
-    from precision_time.storage.timings import TimingsDataset
-
     values = {"name": "a", "models": ["mlp"], "precisions": ["fp32"], "gpus": [1, 2], "batch_sizes": [8]}
     spec = CampaignSpec.model_validate(values | {"data": str(tmp_path / "data")})
     first, other = plan_campaign(spec, probe=probe).cells
@@ -238,3 +325,47 @@ def test_a_cell_that_was_refused_here_before_is_not_tried_again(
     assert [planned.state for planned in plan.cells] == ["refused", "missing"]
     result = summarise(plan, {}, rows={}, duration_s=1.0)
     assert [(cell.status, cell.cause) for cell in result.failed] == [("refused", "precision-unsupported")]
+    assert result.end == ""
+    again = summarise(plan, {other.cell_id: make_outcome(other)}, rows={}, duration_s=1.0)
+    assert (again.status, again.cells_left) == ("partial", 0)
+    refused = "nothing is left to measure: what has no timings was refused, and is not tried again (cells: 1)"
+    assert again.end == refused
+    assert "This run: nothing is left to measure" in markdown_report(again, [])
+
+
+def test_cells_that_need_no_try_to_be_refused_take_no_time_and_come_last(
+    tmp_path: Path, probe: Callable[[str], ProbeReport]
+) -> None:
+    values = {"name": "a", "models": ["mlp"], "precisions": ["fp32"], "gpus": [1, 2], "batch_sizes": [8]}
+    options = {"strategies": ["fsdp", "ddp"], "compression": ["none", "bf16"], "data": str(tmp_path / "data")}
+    plan = plan_campaign(CampaignSpec.model_validate(values | options), probe=probe)
+    runs = [
+        planned.cell.strategy == "ddp" and (planned.cell.compression == "none" or planned.cell.world_size == 2)
+        for planned in plan.cells
+    ]
+    assert [planned.state for planned in plan.cells] == ["missing" if can else "will be refused" for can in runs]
+    assert [planned.estimated_s > 0 for planned in plan.cells] == runs
+    assert sorted(planned.place for planned in plan.cells if planned in plan.missing) == [0, 1, 2]
+    assert (plan.cells_to_measure, plan.to_dict()["cells_to_refuse"]) == (3, 5)
+    assert plan.estimated_s == pytest.approx(sum(planned.estimated_s for planned in plan.missing))
+
+    dataset = TimingsDataset(plan.spec.data)
+    assert campaign._refuse_unstarted(plan, dataset) == 5
+    again = plan_campaign(plan.spec, probe=probe)
+    assert [planned.state for planned in again.cells] == ["missing" if can else "refused" for can in runs]
+    assert {seen.cause for seen in dataset.outcomes()} == {"strategy-unsupported", "option-unsupported"}
+
+
+def test_a_cell_that_another_campaign_has_recorded_meanwhile_is_not_measured_again(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan()
+    planned, dataset = plan.cells[0], TimingsDataset(plan.spec.data)
+    theirs = make_outcome(planned)
+    dataset.record_outcome(theirs)
+    monkeypatch.setattr(TimingsDataset, "recorded_cells", lambda self: {planned.cell_id})
+    monkeypatch.setattr(campaign, "profile_cell", lambda *_, **__: pytest.fail("it was measured again"))
+    outcome = campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
+    assert outcome == theirs
+    assert "mlp fp32 x1 b8 was recorded by another campaign meanwhile" in capsys.readouterr().err
+    assert dataset.outcomes() == [theirs]

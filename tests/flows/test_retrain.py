@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_time.flows.spec import RetrainSpec
+from precision_time.flows.retrain_spec import RetrainSpec
 from precision_time.predictor.api import predict_time
 from precision_time.predictor.artifact import load_artifact
 from precision_time.storage.errors import InputError, UnknownNameError
@@ -129,13 +129,15 @@ def table(tmp_path_factory) -> str:
 def passing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quick validation that lets everything through: what is tested is what becomes of the result."""
     from precision_time.flows import retrain
-    from precision_time.tasks.validate import GateDecision, Validation
+    from precision_time.tasks.gate import GateDecision
+    from precision_time.tasks.validate import Validation
 
     validation = Validation(accuracy={}, cross_validations={}, radii={"known": 0.2}, level=0.9)
-    monkeypatch.setattr(retrain, "validate_task", lambda snapshot, **settings: validation)
+    monkeypatch.setattr(retrain, "validate_predictor", lambda snapshot, **settings: validation)
     monkeypatch.setattr(
         retrain, "judge_challenger", lambda snapshot, validation, **settings: GateDecision(passed=True, reasons=())
     )
+    monkeypatch.setattr(retrain, "draw_retraining_plots", lambda *parts: {})
     monkeypatch.setattr(retrain, "write_report", lambda *parts, **settings: "# Accuracy\n")
     monkeypatch.setattr(retrain, "publish_pages", lambda **pages: None)
 

@@ -134,6 +134,8 @@ def test_a_bad_value_is_named_with_its_line(tmp_path: Path, changed: str, words:
         ("measured_steps: 1.5", ["measured_steps", "1.5"]),
         ("memory_limit_bytes: 12", ["memory_limit_bytes"]),
         ("max_attempts: 99", ["max_attempts", "10"]),
+        ("retrain_after: true", ["retrain_after", "nowhere to publish", "registry:"]),
+        ("retrain_after: 'yes'\nregistry: r", ["retrain_after", "yes"]),
         ("max_hours: 0", ["max_hours", "greater than 0"]),
         ("max_cells: 1.5", ["max_cells"]),
         ("max_failures: 0", ["max_failures"]),
@@ -323,6 +325,7 @@ def test_a_cluster_is_named_or_an_address(cluster: str) -> None:
         ('cluster: slurm\nslurm: {directives: ["-p a\\nrm -r /"]}', ["one line of plain text"]),
         ("gpus: [3]\ngpus_per_node: 2", ["do not divide over the nodes", "gpus: 3"]),
         ("workers_timeout: 0", ["workers_timeout"]),
+        ("cluster: slurm\nslurm: {partiton: a}", ["slurm.partiton is not a known key", "nearest is partition"]),
     ],
 )
 def test_a_cluster_that_cannot_be_is_refused(tmp_path: Path, added: str, words: list[str]) -> None:

@@ -10,10 +10,17 @@ import pytest
 
 from precision_time import predict_time
 from precision_time.predictor import artifact
-from precision_time.predictor.artifact import load_artifact, load_bundled, pack_artifact, standing_artifact
+from precision_time.predictor.artifact import (
+    load_artifact,
+    load_bundled,
+    pack_artifact,
+    standing_artifact,
+    zoo_digest,
+)
 from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.observations import observe
-from precision_time.storage.errors import IntegrityError, NotFoundError
+from precision_time.storage.errors import IntegrityError, NotFoundError, UnreachableError
+from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
 from precision_time.tasks.publish import export_bundle
 
@@ -140,3 +147,93 @@ def test_a_bundle_without_its_manifest_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("precision_time.predictor.artifact.BUNDLE", tmp_path / "bundled")
     with pytest.raises(IntegrityError, match="incomplete"):
         load_bundled()
+
+
+QUESTION = {"model": "mlp", "precision": "fp32", "batch_size": 16, "gpu": "A100-SXM4-80GB"}
+
+
+def test_the_configuration_file_names_the_artifact_after_the_environment(
+    bundle: Path, registry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ".config" / "precision_time"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(f'[artifact]\nreference = "{registry}/default@1"\n')
+    monkeypatch.setenv("PRECISION_TIME_REGISTRY", str(tmp_path / "empty"))
+    assert predict_time(**QUESTION).artifact_id == "default@1"
+    monkeypatch.setenv("PRECISION_TIME_ARTIFACT", "bundled")
+    assert predict_time(**QUESTION).artifact_id == "bundled@1"
+
+
+def test_a_process_keeps_its_artifact_until_it_is_told_to_look_again(
+    bundle: Path, tmp_path: Path, measure, publish_made_up
+) -> None:
+    url = str(tmp_path / "own")
+    publish_made_up(url, measure(models=("mlp",)))
+    named = {"artifact": f"{url}/default@champion"}
+    assert predict_time(**QUESTION, **named).artifact_id == "default@1"
+    publish_made_up(url, measure(models=("mlp", "vit_tiny")))
+    assert predict_time(**QUESTION, **named).artifact_id == "default@1"
+    newer = predict_time(**QUESTION, **named, refresh=True)
+    assert newer.artifact_id == "default@2"
+    assert f"default@2: loaded from {url}" in newer.reasons
+    assert predict_time(**QUESTION, **named).artifact_id == "default@2"
+
+
+def test_a_copy_that_stands_in_says_so_in_every_answer_and_is_refused_with_refresh(
+    registry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precision_time.storage.artifact_cache import FetchedArtifact
+
+    manifest, files = Registry(registry).load("default")
+    kept = FetchedArtifact(manifest=manifest, files=files, origin="the registry did not answer", is_current=False)
+    monkeypatch.setattr(artifact, "fetch_artifact", lambda *_, **__: kept)
+    load_artifact.cache_clear()
+    named = {"artifact": f"{registry}/default"}
+    for _ in range(2):
+        assert "default@1: the registry did not answer" in predict_time(**QUESTION, **named).reasons
+    with pytest.raises(UnreachableError, match="the registry did not answer"):
+        predict_time(**QUESTION, **named, refresh=True)
+    load_artifact.cache_clear()
+
+
+def _republish(url: str, files: dict[str, bytes], source: ArtifactManifest) -> None:
+    """Publish other files under the description of a sound artifact: every digest holds."""
+    Registry(url).publish(
+        "default",
+        files,
+        describe=lambda version, listed: source.model_copy(update={"version": version, "files": listed}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("predictor.json", b'"level": 0.9', b'"level": NaN'),
+        ("predictor.json", b'"known": 0.1', b'"known": 1e400'),
+        ("predictor.json", None, b"[" * 100_000),
+        ("workloads.json", None, b"[Infinity]"),
+        ("workloads.json", None, b"{}"),
+        ("trees.npz", None, b"\x80\x04K\x01."),
+        ("trees.npz", None, None),
+    ],
+    ids=["NaN level", "huge radius", "deep", "infinite card", "no list", "pickle", "no trees"],
+)
+def test_what_was_published_with_sound_digests_and_senseless_content_is_refused(
+    file: str, old: bytes | None, new: bytes | None, registry: str, tmp_path: Path
+) -> None:
+    source, files = Registry(registry).load("default")
+    crafted = {name: data for name, data in files.items() if name != file}
+    if new is not None:
+        crafted[file] = new if old is None else files[file].replace(old, new)
+    assert crafted != files
+    _republish(str(tmp_path), crafted, source)
+    with pytest.raises(IntegrityError):
+        predict_time(**QUESTION, artifact=f"{tmp_path}/default")
+
+
+def test_an_artifact_of_another_zoo_says_so(tmp_path: Path, registry: str) -> None:
+    source, files = Registry(registry).load("default")
+    for digest, is_said in ((zoo_digest(), False), ("0" * 64, True)):
+        _republish(str(tmp_path), files, source.model_copy(update={"zoo_sha256": digest}))
+        answer = predict_time(**QUESTION, artifact=f"{tmp_path}/default", refresh=True)
+        assert any("was trained on another zoo" in reason for reason in answer.reasons) == is_said

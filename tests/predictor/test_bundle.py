@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +92,23 @@ def test_a_new_process_answers_without_any_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert json.loads(done.stdout) == ["bundled@4", []]
+
+
+def test_a_new_process_without_a_network_is_answered(tmp_path: Path) -> None:
+    """Every use of a socket, and every name looked up, ends the process: Python raises an audit event for each."""
+    code = (
+        "import os, sys\n"
+        "def forbid(event, arguments):\n"
+        "    if event.partition('.')[0] == 'socket': os.write(2, event.encode()); os._exit(9)\n"
+        "sys.addaudithook(forbid)\n"
+        "from precision_time import predict_time\n"
+        "for question in ({'gpus': 8}, {'gpus': 16, 'gpu': 'H100', 'explain': True}, {'refresh': True}):\n"
+        "    print(predict_time('resnet50', 'amp', batch_size=64, **question).artifact_id)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PRECISION_TIME_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["bundled@4"] * 3

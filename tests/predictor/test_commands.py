@@ -48,6 +48,7 @@ def test_the_command_answers_as_the_call_does(capsys: pytest.CaptureFixture[str]
         (["--network-bandwidth", "25 Gbit/s"], {"network_bandwidth": "25 Gbit/s"}),
         (["--hardware-file", "mine.toml"], {"hardware_file": Path("mine.toml")}),
         (["--artifact", "here/mine@3"], {"artifact": "here/mine@3"}),
+        (["--refresh"], {"refresh": True}),
     ],
 )
 def test_an_option_tells_the_call_what_it_says_and_nothing_else(

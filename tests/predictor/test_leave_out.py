@@ -142,3 +142,10 @@ def test_rows_pair_up_only_where_nothing_but_precision_differs(rows) -> None:
     assert sum(same_but_precision(seen) == same_but_precision(first) for seen in rows) == 2
     elsewhere = replace(first, measurement=replace(first.measurement, source="elsewhere"))
     assert same_but_precision(elsewhere) != same_but_precision(first)
+
+
+def test_a_split_that_could_leave_too_few_rows_to_learn_from_is_not_feasible(measure) -> None:
+    many = observe(measure(gpu="A100-SXM4-80GB"))
+    few = observe(measure(gpu="H100-SXM5-80GB"))
+    assert "leave-gpu-out" not in feasible_splits([*many, *few[:3]])
+    assert "leave-gpu-out" in feasible_splits([*many, *few[:4]])

@@ -3,7 +3,9 @@
 import dataclasses
 import io
 import json
+import tracemalloc
 import zipfile
+import zlib
 
 import hypothesis
 import hypothesis.extra.numpy
@@ -327,6 +329,30 @@ def test_a_column_with_a_crafted_header_is_refused(forest: FlatForest, header: s
 def test_a_file_that_is_no_archive_is_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError, match="cannot be read"):
         forests_from_bytes(data, feature_counts={"a": 1})
+
+
+def test_a_member_larger_than_the_directory_says_is_not_unpacked(forest: FlatForest) -> None:
+    deflate = zlib.compressobj(wbits=-15)
+    packed = b"".join([*(deflate.compress(bytes(2**20)) for _ in range(256)), deflate.flush()])
+    member = zipfile.ZipInfo("a.value.npy")
+    member.compress_type, member.file_size, member.compress_size = zipfile.ZIP_DEFLATED, 100, len(packed)
+    member.CRC = zlib.crc32(bytes(100))
+    data, buffer = forests_to_bytes({"a": forest}), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            if name != member.filename:
+                new.writestr(name, old.read(name))
+        member.header_offset = buffer.tell()
+        buffer.write(member.FileHeader(zip64=False) + packed)
+        new.start_dir = buffer.tell()
+        new.filelist.append(member)
+        new._didModify = True
+    tracemalloc.start()
+    with pytest.raises(IntegrityError, match=r"a\.value is no array"):
+        forests_from_bytes(buffer.getvalue(), feature_counts={"a": FEATURES})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24
 
 
 def test_an_array_of_python_objects_is_never_unpickled(forest: FlatForest) -> None:

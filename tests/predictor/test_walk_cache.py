@@ -11,7 +11,6 @@ from precision_time.predictor import walk_cache
 from precision_time.predictor.walk import READY_POINTS, RIDGES, OpCount, Walk
 from precision_time.predictor.walk_cache import (
     CountedModel,
-    cache_folder,
     counting_version,
     hash_content,
     recall_count,
@@ -93,24 +92,9 @@ def test_a_folder_that_cannot_be_written_is_done_without(
 def test_off_keeps_and_finds_nothing(counted: CountedModel, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     remember_count(KEY, counted)
     monkeypatch.setenv("PRECISION_TIME_CACHE", "OFF")
-    assert cache_folder() is None
     assert recall_count(KEY) is None
     remember_count("1" * 64, counted)
     assert len(list(folder.iterdir())) == 1
-
-
-def test_the_folder_is_the_one_named_else_that_of_the_xdg_specification(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PRECISION_TIME_CACHE", "~/mine")
-    assert cache_folder() == tmp_path / "mine" / "walks"
-    monkeypatch.delenv("PRECISION_TIME_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "precision_time" / "walks"
-    for useless in ("", "relative/folder"):
-        monkeypatch.setenv("XDG_CACHE_HOME", useless)
-        assert cache_folder() == tmp_path / ".cache" / "precision_time" / "walks"
 
 
 def test_the_oldest_go_when_there_are_too_many(

@@ -1,8 +1,10 @@
 """The places every storage test runs over: a local folder, memory, and S3 (a mock server on the loopback)."""
 
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,53 @@ def s3_bucket() -> Iterator[str]:
         boto3.client("s3").create_bucket(Bucket="timings-test")
         yield "timings-test"
     server.stop()
+
+
+@pytest.fixture
+def fresh_s3(s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Home of a user who configured and cached nothing, with new connections to S3: s3fs keeps and shares them."""
+    import s3fs
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("PRECISION_TIME_ALLOWED_HOSTS", "PRECISION_TIME_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield tmp_path
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def serve(fresh_s3: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Starts an S3 server that has one answer to everything (0: none), which is asked from then on."""
+    servers = []
+    done = threading.Event()
+
+    def start(status: int) -> None:
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if status == 0:
+                    done.wait(30)
+                    return
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_HEAD = do_PUT = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        __import__("s3fs").S3FileSystem.clear_instance_cache()
+
+    yield start
+    done.set()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

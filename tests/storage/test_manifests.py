@@ -269,7 +269,26 @@ def test_a_manifest_that_does_not_list_exactly_the_files_is_not_published(
     assert publish(local).version == 1
 
 
-@pytest.mark.parametrize("path", ["", ".", "..", "a/b", "../x", ".hidden", "_x", "a b", "a\n", "é", "x" * 101, "C:x"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        ".",
+        "..",
+        "a/b",
+        "plots/",
+        "plots/.x",
+        "plots/a/b",
+        "../x",
+        ".hidden",
+        "_x",
+        "a b",
+        "a\n",
+        "é",
+        "x" * 101,
+        "C:x",
+    ],
+)
 def test_a_file_name_of_an_artifact_follows_one_pattern(path: str) -> None:
     with pytest.raises(ValidationError):
         ArtifactFile(path=path, size_bytes=1, sha256="0" * 64)

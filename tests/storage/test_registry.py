@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from precision_time.storage.errors import (
-    InputError,
     IntegrityError,
     NotFoundError,
     PrecisionTimeError,
@@ -22,7 +21,7 @@ from precision_time.storage.errors import (
 from precision_time.storage.filesystem import Store, open_store
 from precision_time.storage.local import LocalStore
 from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
-from precision_time.storage.registry import Registry, configured_registry_url
+from precision_time.storage.registry import Registry
 
 Publish = Callable[..., ArtifactManifest]
 
@@ -400,42 +399,6 @@ def test_every_error_of_the_registry_is_ours(local: Registry) -> None:
 
 
 # --- which registry
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("PRECISION_TIME_REGISTRY", raising=False)
-    (tmp_path / ".config" / "precision_time").mkdir(parents=True)
-    return tmp_path
-
-
-def config(home: Path) -> Path:
-    return home / ".config" / "precision_time" / "config.toml"
-
-
-def test_the_environment_names_the_registry_before_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert configured_registry_url() is None
-    config(home).write_text('[registry]\nurl = "s3://bucket/models"\n')
-    assert configured_registry_url() == "s3://bucket/models"
-    monkeypatch.setenv("PRECISION_TIME_REGISTRY", "/somewhere")
-    assert configured_registry_url() == "/somewhere"
-    monkeypatch.setenv("PRECISION_TIME_REGISTRY", "")
-    assert configured_registry_url() == "s3://bucket/models"
-
-
-@pytest.mark.parametrize("text", ["", "[other]\nx = 1\n", "[registry]\n"])
-def test_a_config_file_without_a_registry_names_none(home: Path, text: str) -> None:
-    config(home).write_text(text)
-    assert configured_registry_url() is None
-
-
-@pytest.mark.parametrize("data", [b"[registry", b"\xff\xfe", b"registry = 3\n", b"[registry]\nurl = 3\n",
-                                  b'[registry]\nurl = ""\n', b"a = " + b"[" * 5_000])  # fmt: skip
-def test_a_config_file_that_makes_no_sense_is_refused_by_name(home: Path, data: bytes) -> None:
-    config(home).write_bytes(data)
-    with pytest.raises(InputError, match=r"config\.toml"):
-        configured_registry_url()
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path, publish) -> None:

@@ -15,7 +15,7 @@ from distributed.scheduler import Scheduler
 from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
 from precision_time.tasks import gangs, leases
 from precision_time.tasks.gangs import choose_workers
-from precision_time.tasks.leases import gang_state, lease_workers
+from precision_time.tasks.leases import LeaseWait, gang_state, lease_workers
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_cluster_without_workers_says_so(cluster: LocalCluster, client: Client
     wait_until(lambda: not client.scheduler_info(n_workers=-1)["workers"])
     with pytest.raises(NoWorkersError, match="no worker left") as caught, lease_workers(client, 1, grace_s=0.1):
         pass
-    assert (caught.value.code, caught.value.exit_code) == ("E-NO-WORKERS", 1)
+    assert (caught.value.code, caught.value.exit_code) == ("E-NO-WORKERS", 2)
 
 
 def test_an_interrupt_in_the_queue_leaves_no_entry(client: Client) -> None:
@@ -215,6 +215,25 @@ def test_an_interrupt_in_the_queue_leaves_no_entry(client: Client) -> None:
         waiter.join(30)
         assert isinstance(waiter.error, KeyboardInterrupt)
         assert gang_state(client)["queue"] == ()
+    assert_nothing_is_held(client)
+
+
+def test_who_waits_is_told_who_has_the_workers_and_may_give_up(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "CALL_S", 0.05)
+    told: list[LeaseWait] = []
+
+    def give_up(wait: LeaseWait) -> None:
+        told.append(wait)
+        if len(told) == 3:
+            raise TimeoutError("long enough")
+
+    with lease_workers(client, 2), lease_workers(client, 1):
+        with pytest.raises(TimeoutError, match="long enough"), lease_workers(client, 3, watch=give_up):
+            pass
+        assert gang_state(client)["queue"] == ()
+    assert [(wait.wanted, wait.known, wait.held, wait.leases) for wait in told] == [(3, 4, 3, 2)] * 3
+    assert 0 < told[0].seconds < told[1].seconds < told[2].seconds
+    assert str(told[0]) == "waiting for 3 free workers: 3 of 4 are held by 2 leases of others"
     assert_nothing_is_held(client)
 
 

@@ -130,6 +130,7 @@ def test_a_users_workload_brings_its_card_and_scales_its_loss(client, tmp_path):
     [
         ("faulty_workloads:raises_on_rank_1", "exception", "rank 1: ValueError: the data of rank 1 are gone"),
         ("faulty_workloads:killed_on_rank_0", "signal 9", "rank 0: the process was ended by SIGKILL"),
+        ("scripted_ranks:ends", "exit code 0", "the process ended with exit code 0 without a result"),
     ],
 )
 def test_a_rank_that_dies_ends_its_peer_and_is_named_as_the_cause(client, tmp_path, model, cause, said):

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from precision_time.predictor.artifact import zoo_digest
 from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.observations import observe
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError
+from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
 from precision_time.tasks import publish
 from precision_time.tasks.publish import export_bundle, find_champion, publish_predictor, trained_cells
@@ -141,3 +143,46 @@ def test_the_device_that_is_assumed_is_that_of_campaigns_first(
         seed=0,
     )
     assert manifest.default_gpu == assumed
+
+
+def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tmp_path: Path, measure) -> None:
+    rows = observe(measure())
+    snapshot = Snapshot(training=tuple(rows), holdout=(), workloads=(), hardware=(), sha256="5" * 64, problems=())
+    plots = {"error.png": b"\x89PNG\r\n\x1a\n...", "speed.svg": b"<svg/>"}
+
+    def publish_with(plots: dict[str, bytes]) -> ArtifactManifest:
+        return publish_predictor(
+            HierarchicalPredictor.fit(rows).with_intervals({"known": 0.1, "new model": 0.4}, level=0.9),
+            snapshot,
+            Validation(accuracy={}, cross_validations={}, radii={}, level=0.9),
+            report="# Card\n",
+            registry=str(tmp_path),
+            name="default",
+            alias="champion",
+            holdout_models=("vit_b16",),
+            seed=0,
+            plots=plots,
+        )
+
+    manifest, files = Registry(tmp_path).load(publish_with(plots).artifact_id)
+    assert files["plots/error.png"] == plots["error.png"]
+    assert files["plots/speed.svg"] == plots["speed.svg"]
+    assert {"trees.npz", "xgboost-compute.json", "training.json"} <= set(files)
+    card = files[publish.ACCURACY_CARD].decode()
+    assert card.startswith("# Card\n\n## Known limits\n")
+    assert all(limit in card for limit in (*manifest.known_limits, manifest.training_data_sha256, zoo_digest()))
+    told = "; ".join(manifest.known_limits)
+    for limit in (
+        "which get the widest at hand: new pair, new gpu, new family,",
+        "held out, so never trained on: vit_b16",
+        "trained on 3 networks",
+        "no CPU was measured",
+        "never trained on these precisions: tf32, amp_fp16,",
+        "at most 2 ranks and 1 micro-steps",
+    ):
+        assert limit in told
+    assert "no GPU" not in told
+    for name, data in (("a.png", b"<svg/>"), ("a.html", b"<svg/>"), ("../a.svg", b"<svg/>")):
+        with pytest.raises(InputError):
+            publish_with({name: data})
+    assert Registry(tmp_path).versions("default") == [1]

@@ -1,0 +1,33 @@
+"""Events of a predictor, by which automations watch retraining: their names, their resource, and sending one."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from prefect.events import emit_event
+
+__all__ = ["FINISHED", "RESOURCES", "PredictorEvent", "announce", "event_name"]
+
+PredictorEvent = Literal["published", "held-back", "nothing-new", "drifting", "rolled-back"]
+
+_PREFIX = "precision-time.predictor"
+#: What an automation matches to see the events of every predictor.
+RESOURCES = f"{_PREFIX}.*"
+#: A retraining that ended well sends one of these.
+FINISHED: tuple[PredictorEvent, ...] = ("published", "held-back", "nothing-new")
+
+_log = logging.getLogger(__name__)
+
+
+def event_name(event: PredictorEvent) -> str:
+    """``precision-time.predictor.<event>``."""
+    return f"{_PREFIX}.{event}"
+
+
+def announce(event: PredictorEvent, *, name: str, payload: Mapping[str, Any]) -> None:
+    """Send ``event`` of the predictor called ``name``; a server that is away costs the event, not the run."""
+    resource = {"prefect.resource.id": f"{_PREFIX}.{name}", "prefect.resource.name": name}
+    try:
+        emit_event(event_name(event), resource=resource, payload=dict(payload))
+    except Exception as error:
+        _log.warning("the event %s was not sent: %s", event_name(event), error)

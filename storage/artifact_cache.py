@@ -1,0 +1,210 @@
+"""Artifacts of a remote registry on this machine: only what changed is fetched, and the last one works offline."""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from precision_time.storage.configuration import cache_folder
+from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_json
+from precision_time.storage.errors import PrecisionTimeError, UnreachableError
+from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.manifests import MANIFEST, ArtifactManifest, unpack_manifest
+from precision_time.storage.registry import Registry
+
+__all__ = ["ANSWER_TIMEOUT_S", "FetchedArtifact", "fetch_artifact"]
+
+#: How long a question waits for a connection, and for each answer, before the local copy answers.
+ANSWER_TIMEOUT_S = 5.0
+#: What is kept; the artifacts that were used longest ago go first.
+_MOST_ARTIFACTS = 8
+_MOST_BYTES = 256 * 2**20
+#: Kept notes of what a reference led to; they weigh nothing.
+_MOST_NOTES = 64
+#: Age from which files without a manifest are what a killed process left.
+_ABANDONED_S = 3600.0
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedArtifact:
+    """A verified artifact and, in words, where it came from.
+
+    ``is_current`` is False where the registry did not answer and what it last gave stands in.
+    """
+
+    manifest: ArtifactManifest
+    files: dict[str, bytes]
+    origin: str
+    is_current: bool = True
+
+
+def fetch_artifact(url: str, reference: str, *, only: Collection[str]) -> FetchedArtifact:
+    """The artifact ``reference`` of the registry at ``url``, and those of its files that ``only`` names.
+
+    A remote registry is asked for alias and manifest; files that were fetched before come from the local cache, where
+    the manifest's digest names them. Where the registry does not answer within ``ANSWER_TIMEOUT_S``, the artifact that
+    ``reference`` last led to answers from the cache, and ``origin`` says so.
+
+    Raises ``UnreachableError`` when there is no such copy, and what ``Registry.load`` raises: an artifact that the
+    registry does not hold or may not show is an error, whatever the cache knows.
+    """
+    registry = Registry(url, timeout_s=ANSWER_TIMEOUT_S)
+    if not registry.is_remote:
+        manifest, files = registry.load(reference, only=only)
+        return FetchedArtifact(manifest=manifest, files=files, origin=f"loaded from {registry.url}")
+    cache = _open_cache()
+    try:
+        return _ask(registry, reference, only=only, cache=cache)
+    except UnreachableError as error:
+        kept = _recall_last(registry.url, reference, only=only, cache=cache)
+        if kept is None:
+            raise UnreachableError(
+                error.what,
+                got=error.got,
+                expected="an answer, or an earlier copy on this machine; there is none",
+                fix="check the connection, or name another artifact (artifact='bundled' comes with the package)",
+            ) from error
+        return kept
+
+
+def _ask(registry: Registry, reference: str, *, only: Collection[str], cache: Store | None) -> FetchedArtifact:
+    manifest = registry.manifest(reference)
+    origin = f"loaded from {registry.url}"
+    files = None if cache is None else _recall_files(cache, manifest, only=only)
+    is_new = files is None
+    if files is not None:
+        origin += " (its files from the local cache)"
+    else:
+        # By version: the alias may have moved on since the manifest was read.
+        manifest, files = registry.load(manifest.artifact_id, only=only)
+    fetched = FetchedArtifact(manifest=manifest, files=files, origin=origin)
+    if cache is not None:
+        # A cache is a convenience: a full disk takes nothing away from the answer.
+        with contextlib.suppress(PrecisionTimeError, OSError):
+            _keep(cache, registry.url, reference, fetched, new=is_new)
+    return fetched
+
+
+def _open_cache() -> Store | None:
+    """The cache's folder, which nobody else may read or write; None where there is no such place."""
+    folder = cache_folder("artifacts")
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.getuid():
+            return None
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            folder.chmod(0o700)
+        return open_store(folder)
+    except (PrecisionTimeError, OSError):
+        return None
+
+
+def _note_path(url: str, reference: str) -> str:
+    return f"notes/{hashlib.sha256(f'{url} {reference}'.encode()).hexdigest()}.json"
+
+
+def _keep(cache: Store, url: str, reference: str, fetched: FetchedArtifact, *, new: bool) -> None:
+    """Keep ``new`` files, then the manifest by which they are found, then what ``reference`` led to."""
+    manifest, folder = fetched.manifest, fetched.manifest.manifest_sha256
+    if sum(map(len, fetched.files.values())) > _MOST_BYTES:
+        return
+    if new:
+        for path, data in fetched.files.items():
+            cache.write_bytes(f"{folder}/{path}", data)
+    # Also when it is there: its age says when the artifact was last used.
+    cache.write_bytes(f"{folder}/{MANIFEST}", dump_json(manifest.model_dump(mode="json")))
+    if new:
+        _drop_oldest(cache)
+    note = {
+        "url": url,
+        "reference": reference,
+        "name": manifest.name,
+        "version": manifest.version,
+        "manifest_sha256": folder,
+        "resolved_at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    cache.write_bytes(_note_path(url, reference), dump_json(note))
+
+
+def _recall_files(cache: Store, manifest: ArtifactManifest, *, only: Collection[str]) -> dict[str, bytes] | None:
+    """The kept files of ``manifest``, each verified; None when one is missing or changed."""
+    folder = manifest.manifest_sha256
+    if not cache.exists(f"{folder}/{MANIFEST}"):
+        return None
+    files = {}
+    for file in manifest.files:
+        if file.path not in only:
+            continue
+        try:
+            data = cache.read_bytes(f"{folder}/{file.path}", max_bytes=file.size_bytes)
+        except PrecisionTimeError:
+            data = b""
+        if len(data) != file.size_bytes or hashlib.sha256(data).hexdigest() != file.sha256:
+            _drop(Path(cache.url) / folder)
+            return None
+        files[file.path] = data
+    return files
+
+
+def _recall_last(url: str, reference: str, *, only: Collection[str], cache: Store | None) -> FetchedArtifact | None:
+    """What ``reference`` led to when the registry last answered, verified as any artifact; None without it."""
+    if cache is None:
+        return None
+    path = _note_path(url, reference)
+    try:
+        note = parse_json(cache.read_bytes(path, max_bytes=MAX_JSON_BYTES), name=path)
+        folder, when = str(note["manifest_sha256"]), str(note["resolved_at"])
+        if (note["url"], note["reference"]) != (url, reference) or not _SHA256.fullmatch(folder):
+            return None
+        where = f"{folder}/{MANIFEST}"
+        manifest = unpack_manifest(
+            cache.read_bytes(where, max_bytes=MAX_JSON_BYTES), where=where, name=note["name"], version=note["version"]
+        )
+    except (PrecisionTimeError, KeyError, TypeError):
+        return None
+    files = _recall_files(cache, manifest, only=only) if manifest.manifest_sha256 == folder else None
+    if files is None:
+        return None
+    return FetchedArtifact(
+        manifest=manifest,
+        files=files,
+        origin=f"the registry {url} did not answer: version {manifest.version}, which {reference} led to on {when}, "
+        "answers from the local cache",
+        is_current=False,
+    )
+
+
+def _drop_oldest(cache: Store) -> None:
+    root = Path(cache.url)
+    whole = []
+    for folder in root.iterdir():
+        manifest = folder / MANIFEST
+        if manifest.is_file():
+            whole.append((manifest.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder))
+        elif _SHA256.fullmatch(folder.name) and time.time() - folder.stat().st_mtime > _ABANDONED_S:
+            _drop(folder)
+    whole.sort(reverse=True)
+    for number, (_, _, folder) in enumerate(whole):
+        if number >= _MOST_ARTIFACTS or sum(size for _, size, _ in whole[: number + 1]) > _MOST_BYTES:
+            _drop(folder)
+    notes = sorted((path.stat().st_mtime, path) for path in root.glob("notes/*.json"))
+    for _, path in notes[:-_MOST_NOTES]:
+        path.unlink(missing_ok=True)
+
+
+def _drop(folder: Path) -> None:
+    """Forget an artifact; its manifest first, so that what is left when this is cut short is not found again."""
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,223 @@
+"""Retraining that is left alone, against a real Prefect server: what replaces a champion, and what is watched."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precision_time.storage.registry import Registry
+from precision_time.tests.faults.test_campaign_limits import PrefectServer
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+    server = PrefectServer(tmp_path_factory.mktemp("nightly") / "server")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def run(server: PrefectServer, tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Run ``python ARGUMENTS`` with the server as its API."""
+    environment = server.environment | {
+        "PREFECT_API_URL": server.url, "PREFECT_HOME": str(tmp_path / "prefect"), "HOME": str(tmp_path),
+    }  # fmt: skip
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=environment, capture_output=True, text=True, timeout=4 * WAIT_S, check=False, cwd=tmp_path,
+        )  # fmt: skip
+
+    return run
+
+
+@contextlib.contextmanager
+def client_of(server: PrefectServer) -> Iterator[Any]:
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: server.url}), get_client(sync_client=True) as client:
+        yield client
+
+
+def events(client: Any, prefix: str) -> list[dict[str, Any]]:
+    answer = client.request("POST", "/events/filter", json={"filter": {"event": {"prefix": [prefix]}}, "limit": 50})
+    return answer.json()["events"]
+
+
+def wait_until(true: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while not (found := true()):
+        assert time.monotonic() < deadline, f"{what} did not happen in time"
+        time.sleep(0.5)
+    return found
+
+
+def slow_down(rows, factor: float):
+    import dataclasses
+
+    return [
+        dataclasses.replace(
+            row,
+            cell_id=uuid.uuid5(uuid.NAMESPACE_OID, f"{row.cell_id} {factor}").hex[:16],
+            iteration_time_s=row.iteration_time_s * factor,
+            compute_time_s=row.compute_time_s * factor,
+        )
+        for row in rows
+    ]
+
+
+def test_a_better_challenger_replaces_the_champion_a_worse_one_does_not_and_a_roll_back_restores_the_first(
+    run, server: PrefectServer, tmp_path: Path, measure, record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from precision_time.__main__ import run as run_command
+
+    data, registry = str(tmp_path / "timings"), str(tmp_path / "registry")
+
+    def retrain() -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        with client_of(server):
+            code = run_command(["retrain", "--data", data, "--registry", registry, "--json"])
+        said = capsys.readouterr()
+        assert said.out, said.err
+        return code, json.loads(said.out)
+
+    def in_use() -> str:
+        # A process keeps the artifact that it has loaded, so each question has one of its own.
+        done = run(
+            "-m", "precision_time", "predict", "--model", "vit_tiny", "--precision", "fp32", "--batch-size", "16",
+            "--artifact", f"{registry}/default@champion", "--json",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["artifact_id"]
+
+    record(data, measure(models=("mlp",), batches=(8, 16, 32, 64)))
+    code, first = retrain()
+    assert (code, first["status"], first["artifact_id"]) == (0, "published", "default@1")
+
+    record(data, measure(models=("vit_tiny", "bert_mini")))
+    code, better = retrain()
+    assert (code, better["status"], better["artifact_id"]) == (0, "published", "default@2")
+    judged = {one["what"]: one for one in better["decision"]["comparisons"]}
+    assert judged["new rows"]["challenger"] < judged["new rows"]["champion"]
+    assert in_use() == "default@2"
+
+    # Garbage: the same configurations, each off by another factor, so that learning from it makes answers worse.
+    record(data, measure(models=("mlp", "vit_tiny", "bert_mini"), noise=1.0, seed=5))
+    code, worse = retrain()
+    assert (code, worse["status"], worse["artifact_id"]) == (3, "held back", "default@2")
+    assert [one["what"] for one in worse["decision"]["comparisons"] if one["worse"]]
+    assert any("the champion's" in reason and ": worse" in reason for reason in worse["reasons"])
+    assert in_use() == "default@2"
+    assert Registry(registry).versions("default") == [1, 2]
+
+    assert run_command(["registry", "rollback", "default", "--url", registry]) == 0
+    assert capsys.readouterr().out.strip() == "default@champion is version 1"
+    assert in_use() == "default@1"
+
+
+def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
+    server: PrefectServer, tmp_path: Path, measure, record
+) -> None:
+    from precision_time.flows.automations import AUTOMATIONS, register_automations
+    from precision_time.flows.nightly import nightly_retrain
+    from precision_time.flows.retrain_spec import NightlySpec
+
+    data, registry = str(tmp_path / "timings"), str(tmp_path / "registry")
+
+    def night() -> dict[str, Any]:
+        retraining = nightly_retrain(NightlySpec(data=data, registry=registry)).retraining
+        assert retraining is not None
+        return retraining.model_dump()
+
+    with client_of(server) as client:
+        register_automations(deployment_ids={})
+        record(data, measure(models=("mlp", "vit_tiny")))
+        assert night()["status"] == "published"
+        assert night()["status"] == "nothing new"
+        record(data, slow_down(measure(models=("mlp",), seed=3), 2.0))
+        drifted = night()
+        assert drifted["drift"]["verdict"] == "drifting"
+        wait_until(lambda: events(client, "precision-time.predictor.drifting"), "the event of a drift")
+        seen = {event["event"].rpartition(".")[2] for event in events(client, "precision-time.predictor.")}
+        assert {"published", "nothing-new", "drifting"} <= seen
+
+        def triggered() -> list[str]:
+            return [
+                event["resource"]["prefect.resource.name"] for event in events(client, "prefect.automation.triggered")
+            ]
+
+        wait_until(lambda: AUTOMATIONS["drifting"] in triggered(), "the automation of a drift")
+        assert AUTOMATIONS["stale"] not in triggered()
+
+
+def test_automations_are_registered_once_and_watch_failures_silence_and_runs_that_are_dead(
+    server: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+    from prefect.client.schemas.objects import StateType
+    from prefect.events import emit_event
+    from prefect.states import Failed, Running
+
+    from precision_time.flows import automations
+    from precision_time.flows.automations import AUTOMATIONS, register_automations
+
+    monkeypatch.setattr(automations, "_heartbeat_s", lambda: 3)
+    with client_of(server) as client:
+        flow_id = client.create_flow(flow(lambda: None, name="nightly-retrain"))
+        deployment = client.create_deployment(flow_id, name="nightly-retrain")
+        ids = {"nightly-retrain/nightly-retrain": deployment}
+
+        def standing() -> dict[str, Any]:
+            return {one.name: one for one in client.read_automations() if one.name in AUTOMATIONS.values()}
+
+        assert set(register_automations(deployment_ids=ids)) == set(AUTOMATIONS.values())
+        first = standing()
+        assert not first[AUTOMATIONS["dead"]].enabled
+        register_automations(deployment_ids=ids)
+        assert standing() == first
+
+        # A person's choice stays; what the code says about the trigger is brought up to date.
+        client.pause_automation(first[AUTOMATIONS["drifting"]].id)
+        register_automations(deployment_ids=ids, stale_after=timedelta(seconds=10), crash_dead_runs=True)
+        later = standing()
+        assert {name: one.id for name, one in later.items()} == {name: one.id for name, one in first.items()}
+        assert not later[AUTOMATIONS["drifting"]].enabled
+        assert later[AUTOMATIONS["dead"]].enabled
+        assert later[AUTOMATIONS["stale"]].trigger.within == timedelta(seconds=10)
+
+        failed = client.create_flow_run_from_deployment(deployment)
+        client.set_flow_run_state(failed.id, Failed(message="storage away"), force=True)
+        dead = client.create_flow_run_from_deployment(deployment)
+        client.set_flow_run_state(dead.id, Running(), force=True)
+        emit_event(
+            "prefect.flow-run.heartbeat",
+            resource={"prefect.resource.id": f"prefect.flow-run.{dead.id}"},
+            related=[
+                {"prefect.resource.id": f"prefect.deployment.{deployment}", "prefect.resource.role": "deployment"}
+            ],
+        )
+        expected = {AUTOMATIONS[what] for what in ("failing", "stale", "dead")}
+
+        def all_fired() -> bool:
+            fired = events(client, "prefect.automation.triggered")
+            return expected <= {event["resource"]["prefect.resource.name"] for event in fired}
+
+        wait_until(all_fired, "each automation")
+        wait_until(
+            lambda: client.read_flow_run(dead.id).state.type == StateType.CRASHED, "the end of a run that is dead"
+        )

@@ -1,0 +1,217 @@
+"""What a person does and sees in Prefect's pages: a campaign's form, the run that fills its pages, the schedule."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.ui.conftest import TIMEZONE, Stack
+
+pytestmark = [pytest.mark.ui, pytest.mark.timeout(600)]
+
+#: A run waits for its worker, starts Python, and measures four or eight cells on cores that others may want too.
+RUN_S = 420.0
+PAGE_S = 30.0
+CAMPAIGN = "profiling-campaign"
+
+expect.set_options(timeout=1000 * PAGE_S)
+
+
+def wait_for(condition: Callable[[], Any], *, seconds: float, what: str) -> Any:
+    """What ``condition`` returns as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(0.2)
+    return value
+
+
+def find_field(page: Page, title: str) -> Locator:
+    """The field of the form with this title."""
+    titled = f".schema-form-property__label:text-matches('^{title}( \\\\(Optional\\\\))?$')"
+    return page.locator(f".p-label:has(> .p-label__header {titled})")
+
+
+def read_chips(page: Page, title: str) -> list[str]:
+    return find_field(page, title).locator(".p-tag:visible").all_inner_texts()
+
+
+def open_tab(page: Page, name: str) -> Locator:
+    """Click a tab of the page; returns what is under it."""
+    page.locator(".p-tab:visible").get_by_text(name, exact=True).click()
+    content = page.locator(f"#{name.lower()}-content")
+    expect(content).to_be_visible()
+    return content
+
+
+def open_new_run(page: Page, stack: Stack, *, known: set[str]) -> str:
+    """From the list of the campaign's runs to the page of the one that is not ``known``; returns its address."""
+    page.goto(stack.deployment_page(CAMPAIGN))
+    runs = open_tab(page, "Runs").locator("a[href^='/runs/flow-run/']")
+
+    def find_new() -> str | None:
+        listed = runs.evaluate_all("links => links.map(link => link.pathname)")
+        return next((path for path in listed if path not in known), None)
+
+    path = wait_for(find_new, seconds=RUN_S, what="a new run in the list")
+    page.goto(f"{stack.ui}{path}")
+    return str(path)
+
+
+def find_badge(page: Page) -> Locator:
+    return page.locator(".page-heading-flow-run__meta .state-badge:visible")
+
+
+def open_artifact(page: Page, run: str, kind: str) -> None:
+    """From the page of ``run`` to its artifact of this kind, as soon as there is one."""
+    page.goto(run)
+    card = open_tab(page, "Artifacts").locator("a[href^='/artifacts/artifact/']", has_text=kind)
+    expect(card).to_be_visible(timeout=1000 * RUN_S)
+    card.click()
+    page.wait_for_url("**/artifacts/artifact/*")
+
+
+def read_table(page: Page) -> list[dict[str, str]]:
+    """The rows of the table on the page, by their headings."""
+    expect(page.locator("table tbody tr").first).to_be_visible()
+    headings, *rows = page.locator("table tr").evaluate_all(
+        "rows => rows.map(row => [...row.children].map(cell => cell.innerText.trim()))"
+    )
+    return [dict(zip(headings, row, strict=True)) for row in rows]
+
+
+def watch_table(page: Page, done: Callable[[set[str]], bool]) -> list[dict[str, str]]:
+    """Reload the table until the states in it are as wanted."""
+
+    def look() -> list[dict[str, str]] | None:
+        page.reload()
+        rows = read_table(page)
+        return rows if done({row["state"] for row in rows}) else None
+
+    found: list[dict[str, str]] = wait_for(look, seconds=RUN_S, what="states of the table")
+    return found
+
+
+def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report(
+    stack: Stack, page: Page, screenshots: Path
+) -> None:
+    page.goto(stack.ui)
+    page.wait_for_url(f"{stack.ui}/dashboard*")
+    expect(page.get_by_role("button", name="Deployments")).to_be_visible()
+
+    spec = {
+        "name": "first-look",
+        "models": ["mlp"],
+        "precisions": ["fp32"],
+        "gpus": [1, 2],
+        "batch_sizes": [4],
+        "measured_steps": 10,
+        "seconds_per_cell": 60,
+        "cluster": stack.found["scheduler"],
+        "data": str(stack.data),
+    }
+    parameters = quote(quote(json.dumps({"spec": spec}), safe=""), safe="")
+    page.goto(f"{stack.deployment_page(CAMPAIGN)}/run?parameters={parameters}")
+    expect(find_field(page, "Models")).to_be_visible()
+    assert read_chips(page, "Models") == ["mlp"]
+    assert read_chips(page, "Precisions") == ["fp32"]
+    gpus = find_field(page, "GPUs").locator("input[type=number]")
+    assert [one.input_value() for one in gpus.all()] == ["1", "2"]
+
+    find_field(page, "Precisions").locator(".p-select-button__icon").click()
+    page.get_by_role("option", name="amp_bf16", exact=True).click()
+    page.get_by_text("Run Name").click()
+    expect(page.get_by_role("option")).to_have_count(0)
+    assert read_chips(page, "Precisions") == ["fp32", "amp_bf16"]
+    find_field(page, "Measured steps").locator("input").fill("8")
+    page.mouse.wheel(0, -10_000)
+    page.screenshot(path=screenshots / "form.png")
+    with page.expect_response("**/create_flow_run"):
+        page.get_by_role("button", name="Submit").click()
+
+    run = f"{stack.ui}{open_new_run(page, stack, known=set())}"
+    open_artifact(page, run, "TABLE")
+    rows = watch_table(page, lambda states: "recorded" in states and bool(states & {"waiting", "measuring"}))
+    assert len(rows) == 4
+    assert all(bool(row["iteration"]) == (row["state"] == "recorded") for row in rows)
+    page.screenshot(path=screenshots / "table.png")
+    page.goto(run)
+    expect(find_badge(page)).to_have_text("Running")
+    expect(page.get_by_text(re.compile(r"mlp \w+ x[12] b4: recorded, \d+ rows")).first).to_be_visible()
+    page.screenshot(path=screenshots / "running.png")
+    expect(find_badge(page)).to_have_text("Completed", timeout=1000 * RUN_S)
+    expect(page.locator(".page-heading-flow-run")).to_contain_text("first-look: 4 cells of mlp, up to 2 ranks")
+
+    arrived = json.loads(open_tab(page, "Parameters").inner_text())["spec"]
+    assert (arrived["precisions"], arrived["measured_steps"]) == (["fp32", "amp_bf16"], 8)
+
+    open_artifact(page, run, "TABLE")
+    rows = read_table(page)
+    cells = {(row["model"], row["precision"], row["GPUs"], row["batch"]) for row in rows}
+    assert cells == {("mlp", precision, gpus, "4") for precision in ("fp32", "amp_bf16") for gpus in ("1", "2")}
+    assert all(row["state"] == "recorded" and re.fullmatch(r"[\d.]+ m?s", row["iteration"]) for row in rows)
+    assert all(re.fullmatch(r"\d+\.\d\dx", row["over fp32"]) and not row["cause"] for row in rows)
+
+    open_artifact(page, run, "PROGRESS")
+    expect(page.get_by_text("Progress: 100%")).to_be_visible()
+
+    open_artifact(page, run, "MARKDOWN")
+    pictures = page.locator("article img")
+    expect(pictures).to_have_count(3)
+    for picture in pictures.all():
+        assert picture.evaluate("async image => { await image.decode(); return image.naturalWidth }") > 0
+        assert picture.get_attribute("alt")
+    page.screenshot(path=screenshots / "report.png")
+
+    seen = [row for row in TimingsDataset(str(stack.data)).measurements() if row.model == "mlp"]
+    assert {(row.precision, row.world_size, row.iterations) for row in seen} == {
+        (precision, gpus, 8) for precision in ("fp32", "amp_bf16") for gpus in (1, 2)
+    }
+
+
+def test_the_page_of_the_nightly_retraining_shows_its_schedule(stack: Stack, page: Page) -> None:
+    page.goto(f"{stack.ui}/deployments")
+    page.get_by_role("link", name="nightly-retrain").first.click()
+    page.wait_for_url(stack.deployment_page("nightly-retrain"))
+    schedule = page.locator(".deployment-schedule-card__content:visible")
+    expect(schedule).to_have_text("At 02:15 AM every day")
+    schedule.hover()
+    expect(page.get_by_text(f"At 02:15 AM every day ({TIMEZONE})").first).to_be_visible()
+    # The window of the test is in the time zone of the schedule.
+    expect(open_tab(page, "Upcoming")).to_contain_text(re.compile(r"Scheduled for \d{4}/\d\d/\d\d 02:15:00 AM"))
+
+
+def test_quick_run_measures_a_small_grid(stack: Stack, page: Page) -> None:
+    page.goto(stack.deployment_page(CAMPAIGN))
+    runs = open_tab(page, "Runs").locator("a[href^='/runs/flow-run/']")
+    page.wait_for_load_state("networkidle")
+    known = set(runs.evaluate_all("links => links.map(link => link.pathname)"))
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_role("button", name="Quick run").click()
+    asked = page.locator(".p-modal")
+    expect(asked.get_by_text("Run Deployment")).to_be_visible()
+    with page.expect_response("**/create_flow_run"):
+        asked.get_by_role("button", name="Run", exact=True).click()
+    run = f"{stack.ui}{open_new_run(page, stack, known=known)}"
+    expect(find_badge(page)).to_have_text("Completed", timeout=1000 * RUN_S)
+    expect(page.locator(".page-heading-flow-run")).to_contain_text(
+        "quick-run: 8 cells of mlp, gpt2_mini, up to 2 ranks"
+    )
+
+    open_artifact(page, run, "TABLE")
+    rows = read_table(page)
+    assert {(row["model"], row["precision"], row["GPUs"]) for row in rows} == {
+        (model, precision, gpus)
+        for model in ("mlp", "gpt2_mini")
+        for precision in ("fp32", "amp_bf16")
+        for gpus in ("1", "2")
+    }
+    assert all(row["state"] == "recorded" and row["iteration"] for row in rows)
+    assert len(TimingsDataset(str(stack.data)).recorded_cells()) == 8
