@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import dask
 from distributed import Client, LocalCluster
 
-from precision_time.flows.cluster_settings import SlurmOptions, is_address, is_local
+from precision_time.flows.cluster_settings import DASK_SETTINGS, SlurmOptions, is_address, is_local
 from precision_time.storage.errors import (
     InputError,
     NoWorkersError,
@@ -28,25 +28,6 @@ from precision_time.tasks.rank_process import visible_devices
 
 __all__ = ["Client", "check_scratch", "open_cluster", "probe_cluster", "probe_worker"]
 
-#: A worker that dies costs one attempt of one cell, decided by us: Dask must not run a rank again by itself, and a
-#: rank pinned to a worker that is gone must end with an error instead of pending for ever. A scheduler that runs
-#: already has its own of these: see deploy/README.md, and ``_check_scheduler``.
-_SETTINGS: dict[str, Any] = {
-    "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.no-workers-timeout": "30s",
-    "distributed.comm.retry.count": 3,
-    # ranks are processes of their own with their own limit; Dask would pause or kill the worker by its own share
-    "distributed.worker.memory.target": False,
-    "distributed.worker.memory.spill": False,
-    "distributed.worker.memory.pause": False,
-    "distributed.worker.memory.terminate": False,
-    # a worker that samples itself and ticks often takes 4 % of a core from the rank that it started
-    "distributed.worker.profile.enabled": False,
-    "distributed.admin.system-monitor.interval": "5s",
-    "distributed.admin.tick.interval": "1s",
-    "distributed.admin.tick.limit": "60s",
-    "logging.distributed": "critical",
-}
 #: How long a scheduler of the campaign's own may take to see its local workers.
 LOCAL_WAIT_S = 120.0
 CONNECT_S = 30.0
@@ -72,7 +53,8 @@ def open_cluster(
     Raises ``InputError`` for a cluster that does not fit the device, lacks a package or is set up otherwise, and
     ``NoWorkersError`` when fewer workers come within ``wait_s`` seconds.
     """
-    settings = _SETTINGS | ({} if device_type == "cuda" else {"distributed.diagnostics.nvml": False})
+    settings = dict(DASK_SETTINGS) | {"logging.distributed": "critical"}
+    settings |= {} if device_type == "cuda" else {"distributed.diagnostics.nvml": False}
     with dask.config.set(settings), contextlib.ExitStack() as stack:
         with _interrupts_held_back():
             if is_address(cluster):

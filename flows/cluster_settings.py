@@ -1,18 +1,47 @@
 """The settings that say which cluster a campaign runs on, checked without Dask."""
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["CLUSTERS", "ClusterName", "SlurmOptions", "is_address", "is_local"]
+__all__ = ["CLUSTERS", "DASK_SETTINGS", "ClusterName", "SlurmOptions", "dask_environment", "is_address", "is_local"]
 
 #: ``auto`` is ``local-cuda`` where a GPU is found or asked for, else ``local``.
 CLUSTERS = ("auto", "local", "local-cuda", "slurm")
+#: A worker that dies costs one attempt of one cell, decided by us: Dask must not run a rank again by itself, and a
+#: rank pinned to a worker that is gone must end with an error instead of pending for ever. A scheduler that runs
+#: already has its own of these: see deploy/README.md; the campaign checks them.
+DASK_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "distributed.scheduler.allowed-failures": 0,
+        "distributed.scheduler.no-workers-timeout": "30s",
+        "distributed.comm.retry.count": 3,
+        # ranks are processes of their own with their own limit; Dask would pause or kill the worker by its own share
+        "distributed.worker.memory.target": False,
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.pause": False,
+        "distributed.worker.memory.terminate": False,
+        # a worker that samples itself and ticks often takes 4 % of a core from the rank that it started
+        "distributed.worker.profile.enabled": False,
+        "distributed.admin.system-monitor.interval": "5s",
+        "distributed.admin.tick.interval": "1s",
+        "distributed.admin.tick.limit": "60s",
+    }
+)
 ADDRESS = re.compile(r"(tcp|tls)://[^\s/@?#]+:[0-9]{1,5}")
 ADDRESS_EXPECTED = "tcp://host:port (or tls://) of a running Dask scheduler"
+
+
+def dask_environment() -> dict[str, str]:
+    """``DASK_SETTINGS`` as the environment of Dask's own commands."""
+    return {
+        "DASK_" + name.upper().replace("-", "_").replace(".", "__"): str(value) for name, value in DASK_SETTINGS.items()
+    }
 
 
 def is_address(cluster: str) -> bool:

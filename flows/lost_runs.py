@@ -49,7 +49,7 @@ def _under_way(client: "SyncPrefectClient") -> "list[FlowRun]":
 
 def _has_process(run: "FlowRun") -> bool:
     """Whether the process that the worker noted for ``run`` lives and still runs it."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     pid = (run.infrastructure_pid or "").rpartition(":")[2]
     try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from precision_time.flows.cluster_settings import dask_environment
 from precision_time.flows.deployments import POOL
 from precision_time.flows.prefect_settings import DEFAULTS, SERVER_ENVIRONMENT, server_command
 from precision_time.flows.tied_process import start_tied
@@ -36,18 +37,6 @@ WORKER_NAME = "precision-time-up"
 _FOREIGN = re.compile(
     r"PREFECT_(API_.*|CLOUD_.*|HOME|PROFILES?(_PATH)?|SERVER_DATABASE_.*|SERVER_API_(HOST|PORT|BASE_PATH))"
 )
-
-#: As in ``flows/cluster.py``, for a scheduler and workers of their own: Dask runs no rank again by itself, and leaves
-#: the cores to the ranks.
-_DASK = {
-    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
-    "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "30s",
-    "DASK_DISTRIBUTED__COMM__RETRY__COUNT": "3",
-    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
-    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "5s",
-    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
-    "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "60s",
-}
 
 
 @dataclass(slots=True)
@@ -141,7 +130,9 @@ def prefect_parts(*, port: int, logs: Path) -> tuple[Part, Part]:
 
 def dask_parts(*, port: int, dashboard_port: int, workers: int, on_gpus: bool, logs: Path) -> tuple[Part, Part]:
     """A Dask scheduler on the loopback address, and its workers: one a rank, or one a GPU."""
-    environment = os.environ | _DASK | ({} if on_gpus else {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"})
+    environment = (
+        os.environ | dask_environment() | ({} if on_gpus else {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"})
+    )
     address = f"tcp://{LOOPBACK}:{port}"
     start = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", LOOPBACK, "--port", str(port)]
     dashboard = f"{LOOPBACK}:{dashboard_port}"
@@ -201,7 +192,7 @@ def require_free(port: int) -> None:
 
 def describe_port(port: int) -> str:
     """The process that listens at ``port``: its id and command, or that the system does not tell."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):

@@ -37,10 +37,11 @@ def never(addresses: Addresses) -> None:
 
 
 def test_a_port_in_use_is_refused_with_who_has_it(tmp_path: Path, taken_port: int) -> None:
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(InputError, match=f"port {taken_port}.*process {os.getpid()}.*--port"):
         stay_up(UpSettings(home=tmp_path, port=taken_port), announce=never)
     assert not (tmp_path / "logs").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_second_stack_in_the_same_home_is_refused_with_where_the_first_is(tmp_path: Path) -> None:
