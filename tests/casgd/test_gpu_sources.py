@@ -26,6 +26,8 @@ from precision_time.casgd.precision import POLICIES, round_to
 from precision_time.casgd.problem import Options, Problem
 from precision_time.casgd.schedules import Schedule
 
+pytestmark = pytest.mark.compiler
+
 SHIM = Path(__file__).with_name("cuda_on_cpu.cpp")
 
 
