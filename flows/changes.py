@@ -62,7 +62,8 @@ def check_unchanged(spec: CampaignSpec, *, cells: Set[str]) -> None:
             f"campaign {spec.name} has recorded cells that were measured with other settings",
             got="; ".join(changes),
             expected="the settings of the cells that are recorded in this data folder",
-            fix="take the settings back, give the campaign another data folder, or --accept-changes",
+            fix="take the settings back, give the campaign another data folder, or --accept-changes (Accept changes in "
+            "the form)",
         )
 
 

@@ -20,7 +20,7 @@ class NightlyResult(BaseModel):
     retraining: RetrainResult | None
 
 
-@flow(name="nightly-retrain", flow_run_name="{spec.name}", result_serializer="json", persist_result=False)
+@flow(name="nightly-retrain", flow_run_name="retrain {spec.name}", result_serializer="json", persist_result=False)
 def nightly_retrain(spec: NightlySpec) -> NightlyResult:
     """Retrain the predictor on what was measured since, publish it if it is not worse, and watch for drift.
 

@@ -49,7 +49,7 @@ def run_step(step: Callable[[], Result]) -> Result:
     return step()
 
 
-@flow(name="retrain-predictor", flow_run_name="{spec.name}", result_serializer="json", persist_result=False)
+@flow(name="retrain-predictor", flow_run_name="retrain {spec.name}", result_serializer="json", persist_result=False)
 def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
     """Train on recorded timings, the public table or both, validate, and publish what passes the gate.
 

@@ -22,7 +22,9 @@ class RollBackResult(BaseModel):
     to_version: int
 
 
-@flow(name="roll-back", flow_run_name="{spec.name}@{spec.alias}", result_serializer="json", persist_result=False)
+@flow(
+    name="roll-back", flow_run_name="roll back {spec.name}@{spec.alias}", result_serializer="json", persist_result=False
+)
 def roll_back_predictor(spec: RollBackSpec) -> RollBackResult:
     """Point an alias at the version it pointed to before, or at a named one, and say from which to which.
 

@@ -72,7 +72,7 @@ def find_badge(page: Page) -> Locator:
 def wait_for_completion(page: Page) -> None:
     """Stay on the page of a run until it ends, and see that it is Completed."""
     badge = find_badge(page)
-    expect(badge).not_to_have_text(re.compile("Scheduled|Late|Pending|Running|Awaiting"), timeout=1000 * RUN_S)
+    expect(badge).to_have_class(re.compile("state--(completed|failed|crashed|cancelled)"), timeout=1000 * RUN_S)
     expect(badge).to_have_text("Completed")
 
 
@@ -100,16 +100,39 @@ def read_table(page: Page) -> list[dict[str, str]]:
     return [dict(zip(headings, row, strict=True)) for row in rows]
 
 
-def watch_table(page: Page, done: Callable[[set[str]], bool]) -> list[dict[str, str]]:
-    """Reload the table until the states in it are as wanted."""
+def watch_table(page: Page, done: Callable[[list[dict[str, str]]], bool]) -> list[dict[str, str]]:
+    """Reload the table until its rows are as wanted."""
 
     def look() -> list[dict[str, str]] | None:
         page.reload()
         rows = read_table(page)
-        return rows if done({row["state"] for row in rows}) else None
+        return rows if done(rows) else None
 
-    found: list[dict[str, str]] = wait_for(look, seconds=RUN_S, what="states of the table")
+    found: list[dict[str, str]] = wait_for(look, seconds=RUN_S, what="rows of the table")
     return found
+
+
+def is_half_full(rows: list[dict[str, str]]) -> bool:
+    """Whether a cell has its time while another is still to come."""
+    return any(row["iteration"] for row in rows) and any(row["state"] in {"waiting", "measuring"} for row in rows)
+
+
+def assert_pictures_show(page: Page) -> None:
+    """The report on the page has its three pictures, and each is more than its name."""
+    pictures = page.locator("article img")
+    expect(pictures).to_have_count(3)
+    for picture in pictures.all():
+        assert picture.evaluate("async image => { await image.decode(); return image.naturalWidth }") > 0
+        assert picture.get_attribute("alt")
+
+
+def take_picture(page: Page, path: Path, *, height: int) -> None:
+    """What a window of this height shows."""
+    before = page.viewport_size
+    assert before is not None
+    page.set_viewport_size({"width": before["width"], "height": height})
+    page.screenshot(path=path, animations="disabled")
+    page.set_viewport_size(before)
 
 
 def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report(
@@ -144,22 +167,21 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
     page.get_by_text("Run Name").click()
     expect(page.get_by_role("option")).to_have_count(0)
     assert read_chips(page, "Precisions") == ["fp32", "amp_bf16"]
+    take_picture(page, screenshots / "form.png", height=1150)
     find_field(page, "Attempts").locator("input").fill("3")
-    page.mouse.wheel(0, -10_000)
-    page.screenshot(path=screenshots / "form.png")
     with page.expect_response("**/create_flow_run"):
         page.get_by_role("button", name="Submit").click()
 
     run = f"{stack.ui}{open_new_run(page, stack, known=set())}"
     open_artifact(page, run, "TABLE")
-    rows = watch_table(page, lambda states: "recorded" in states and bool(states & {"waiting", "measuring"}))
+    rows = watch_table(page, is_half_full)
     assert len(rows) == 4
-    assert all(bool(row["iteration"]) == (row["state"] == "recorded") for row in rows)
-    page.screenshot(path=screenshots / "table.png")
+    assert all(row["state"] == "recorded" for row in rows if row["iteration"])
+    take_picture(page, screenshots / "table.png", height=500)
     page.goto(run)
     expect(find_badge(page)).to_have_text("Running")
     expect(page.get_by_text(re.compile(r"mlp \w+ x[12] b4: recorded, \d+ rows")).first).to_be_visible()
-    page.screenshot(path=screenshots / "running.png")
+    take_picture(page, screenshots / "running.png", height=800)
     wait_for_completion(page)
     expect(page.locator(".page-heading-flow-run")).to_contain_text("first-look: 4 cells of mlp, up to 2 ranks")
 
@@ -177,12 +199,7 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
     expect(page.get_by_text("Progress: 100%")).to_be_visible()
 
     open_artifact(page, run, "MARKDOWN")
-    pictures = page.locator("article img")
-    expect(pictures).to_have_count(3)
-    for picture in pictures.all():
-        assert picture.evaluate("async image => { await image.decode(); return image.naturalWidth }") > 0
-        assert picture.get_attribute("alt")
-    page.screenshot(path=screenshots / "report.png")
+    assert_pictures_show(page)
 
     seen = TimingsDataset(str(stack.data)).measurements()
     assert {(row.model, row.precision, row.world_size) for row in seen} == {
@@ -202,7 +219,7 @@ def test_the_page_of_the_nightly_retraining_shows_its_schedule(stack: Stack, pag
     expect(open_tab(page, "Upcoming")).to_contain_text(re.compile(r"Scheduled for \d{4}/\d\d/\d\d 02:15:00 AM"))
 
 
-def test_quick_run_measures_a_small_grid(stack: Stack, page: Page) -> None:
+def test_quick_run_measures_a_small_grid(stack: Stack, page: Page, screenshots: Path) -> None:
     page.goto(stack.deployment_page(CAMPAIGN))
     runs = open_tab(page, "Runs").locator("a[href^='/runs/flow-run/']")
     page.wait_for_load_state("networkidle")
@@ -229,3 +246,7 @@ def test_quick_run_measures_a_small_grid(stack: Stack, page: Page) -> None:
     }
     assert all(row["state"] == "recorded" and row["iteration"] for row in rows)
     assert len(TimingsDataset(str(stack.data)).recorded_cells()) == 8
+
+    open_artifact(page, run, "MARKDOWN")
+    assert_pictures_show(page)
+    take_picture(page, screenshots / "report.png", height=1300)
