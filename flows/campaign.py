@@ -83,6 +83,7 @@ def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignRes
     """
     log = log_of_run()
     started = time.monotonic()
+    log.info("planning: looking at the data folder and the device")
     plan = plan_campaign(spec)
     dataset = TimingsDataset(spec.data)
     if _set_damaged_aside(dataset) + _refuse_unstarted(plan, dataset):

@@ -18,7 +18,7 @@ from precision_time.flows.cluster_settings import is_address
 from precision_time.flows.doctor_server import examine_server
 from precision_time.flows.findings import Finding, fine, is_loopback, problem, warning
 from precision_time.flows.stack import count_gpus
-from precision_time.flows.up import read_addresses
+from precision_time.flows.up import STATE, read_addresses
 from precision_time.storage.configuration import configured_registry_url
 from precision_time.storage.errors import PrecisionTimeError
 from precision_time.storage.filesystem import open_store
@@ -41,6 +41,7 @@ class Patient:
     cluster: str | None
     data: str | None
     registry: str | None
+    died: str | None = None
 
     @classmethod
     def find(cls, home: Path, *, cluster: str | None = None, data: str | None = None) -> "Patient":
@@ -54,12 +55,16 @@ class Patient:
             cluster=cluster or (running.scheduler if running else None),
             data=data or (str(left) if left.is_dir() else None),
             registry=configured_registry_url() or (str(registry) if registry.is_dir() else None),
+            died=str(home) if running is None and (home / STATE).exists() else None,
         )
 
 
 def examine(patient: Patient) -> list[Finding]:
     """All findings, topic by topic; a check that fails itself is a finding too. Takes some seconds."""
     findings = [*_guarded("versions", lambda: list(_examine_versions()))]
+    if patient.died is not None:
+        what = "the stack of this home ended without tidying up"
+        findings.append(warning("up", what, evidence=patient.died, fix="precision-time up takes it over"))
     cluster = patient.cluster
 
     def server() -> list[Finding]:

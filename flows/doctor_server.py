@@ -22,8 +22,15 @@ def examine_server(api: str | None, *, login: str | None) -> tuple[list[Finding]
         return [fine("prefect", "no server is set, so each campaign starts one of its own")], None
     shown = _without_password(api)
     findings = _examine_transport(api, shown, login)
+    if urlsplit(api).scheme not in ("http", "https"):
+        fix = "write it as http://host:4200/api"
+        return [problem("prefect", "PREFECT_API_URL is no address of a server", evidence=shown, fix=fix)], None
     try:
         _ask(api, "/health", login=None)
+    except urllib.error.HTTPError as error:
+        fix = "PREFECT_API_URL ends with /api" if error.code == 404 else "see the log of the server"
+        what = "what answers there is not Prefect's API" if error.code == 404 else "the server is not well"
+        return [*findings, problem("prefect", what, evidence=f"{shown}: {error}", fix=fix)], None
     except urllib.error.URLError as error:
         fix = "precision-time up, or unset PREFECT_API_URL to do without"
         return [

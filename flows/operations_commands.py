@@ -8,13 +8,13 @@ import typer
 
 __all__ = ["doctor", "up"]
 
-HOME = Path("~/precision-time")
+HOME = "~/precision-time"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 def up(
     home: Annotated[
-        Path, typer.Option(help="Folder for database, logs, timings and registry.", show_default=str(HOME))
+        str, typer.Option(help="Folder for database, logs, timings and registry.", metavar="<path>")
     ] = HOME,
     port: Annotated[int, typer.Option(help="Port of Prefect's pages and API on 127.0.0.1.", min=1, max=65535)] = 4200,
     cluster: Annotated[
@@ -43,8 +43,8 @@ def up(
     from precision_time.flows.stack import adopt_environment
     from precision_time.flows.up import Addresses, UpSettings, stay_up
 
-    home = home.expanduser().absolute()
-    adopt_environment(home, port)
+    folder = _find_home(home)
+    adopt_environment(folder, port)
     schedule = None
     if nightly is not None:
         is_on = nightly != "off"
@@ -58,7 +58,7 @@ def up(
             typer.echo(addresses.describe())
 
     settings = UpSettings(
-        home=home,
+        home=folder,
         port=port,
         cluster=cluster,
         workers=workers,
@@ -69,7 +69,7 @@ def up(
 
 
 def doctor(
-    home: Annotated[Path, typer.Option(help="Folder of precision-time up.", show_default=str(HOME))] = HOME,
+    home: Annotated[str, typer.Option(help="Folder of precision-time up.", metavar="<path>")] = HOME,
     cluster: Annotated[
         str | None, typer.Option(help="Scheduler to look at; else the one of up, or of the deployed campaign.")
     ] = None,
@@ -84,7 +84,7 @@ def doctor(
     from precision_time.flows.doctor import Patient, examine
     from precision_time.flows.findings import describe_findings
 
-    findings = examine(Patient.find(home.expanduser().absolute(), cluster=cluster, data=data))
+    findings = examine(Patient.find(_find_home(home), cluster=cluster, data=data))
     is_well = all(found.level != "problem" for found in findings)
     if as_json:
         typer.echo(json.dumps({"ok": is_well, "findings": [found.to_dict() for found in findings]}, indent=2))
@@ -92,3 +92,12 @@ def doctor(
         typer.echo(describe_findings(findings))
     if not is_well:
         raise typer.Exit(3)
+
+
+def _find_home(text: str) -> Path:
+    from precision_time.storage.errors import InputError
+
+    if not text.strip():
+        # An empty path is the current folder, and more likely a variable that was not set.
+        raise InputError("no home for the stack", got="an empty --home", expected="a folder, such as ~/precision-time")
+    return Path(text).expanduser().absolute()

@@ -14,7 +14,7 @@ from precision_time.flows.retrain_spec import RetrainSpec
 from precision_time.flows.summary import RetrainResult, RetrainStatus
 from precision_time.predictor.explain import feature_importances
 from precision_time.predictor.hierarchy import HierarchicalPredictor
-from precision_time.storage.errors import InputError, StorageError
+from precision_time.storage.errors import InputError, StorageError, TooLittleDataError
 from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
 from precision_time.tasks.drift import DriftReport, watch_drift
@@ -53,20 +53,16 @@ def run_step(step: Callable[[], Result]) -> Result:
 def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
     """Train on recorded timings, the public table or both, validate, and publish what passes the gate.
 
-    The run ends Completed with its reasons when the gate is not passed or no data is new: the champion then stays. It
-    fails, and the champion stays, when storage does not answer after as many attempts as asked for.
+    The run ends Completed with its reasons when the gate is not passed, no data is new or there is too little of it,
+    and Failed when storage does not answer after as many attempts as asked for; in all of these the champion stays.
     """
     logger = get_run_logger()
     progress = ProgressArtifact("retrain-progress", description="Retraining: snapshot, train, validate, publish")
 
-    read = functools.partial(
-        take_snapshot,
-        spec.data,
-        public=spec.public,
-        measurements=spec.measurements,
-        holdout_models=spec.holdout_models,
-    )
-    snapshot = run_step.with_options(name="snapshot", **_patience(spec))(read)
+    snapshot = run_step.with_options(name="snapshot", **_patience(spec))(functools.partial(_read, spec))
+    if isinstance(snapshot, TooLittleDataError):
+        progress.update(1.0)
+        return _wait_for_data(spec, snapshot)
     for path, reason in snapshot.problems:
         logger.warning("left out %s: %s", path, reason)
     progress.update(0.2)
@@ -96,6 +92,30 @@ def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
     )
     progress.update(1.0)
     return result
+
+
+def _read(spec: RetrainSpec) -> Snapshot | TooLittleDataError:
+    """The snapshot; too little data is an answer and no failure of the step."""
+    try:
+        return take_snapshot(
+            spec.data, public=spec.public, measurements=spec.measurements, holdout_models=spec.holdout_models
+        )
+    except TooLittleDataError as error:
+        return error
+
+
+def _wait_for_data(spec: RetrainSpec, error: TooLittleDataError) -> RetrainResult:
+    get_run_logger().info(error.message)
+    return RetrainResult(
+        status="too little data",
+        artifact_id=None,
+        reasons=[error.message],
+        left_out=[],
+        rows=0,
+        holdout_models=list(spec.holdout_models),
+        training_data_sha256="",
+        accuracy={},
+    )
 
 
 def _judge_and_publish(

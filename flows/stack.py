@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 from precision_time.flows.cluster_settings import dask_environment
 from precision_time.flows.deployments import POOL
@@ -28,9 +29,11 @@ __all__ = [
     "dask_parts",
     "prefect_parts",
     "require_free",
+    "require_scheduler",
 ]
 
 LOOPBACK = "127.0.0.1"
+CONNECT_S = 5.0
 WORKER_NAME = "precision-time-up"
 
 #: Of the caller's environment, what would lead the stack to another server, database or login.
@@ -188,6 +191,20 @@ def require_free(port: int) -> None:
             expected="a free port for Prefect's server",
             fix="stop it, or take another port: precision-time up --port 4201",
         )
+
+
+def require_scheduler(address: str) -> None:
+    """Raise ``InputError`` unless something listens at ``address``, tcp://host:port of a Dask scheduler."""
+    parts = urlsplit(address)
+    try:
+        socket.create_connection((str(parts.hostname), parts.port or 0), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise InputError(
+            "no scheduler answers at the cluster's address",
+            got=f"{address}: {error}",
+            expected="a Dask scheduler that runs already",
+            fix="start it first, see deploy/README.md; or leave --cluster out",
+        ) from error
 
 
 def describe_port(port: int) -> str:

@@ -29,7 +29,7 @@ __all__ = [
     "table_rows",
 ]
 
-RetrainStatus = Literal["published", "held back", "nothing new"]
+RetrainStatus = Literal["published", "held back", "nothing new", "too little data"]
 
 MARKDOWN_ROWS = 200
 

@@ -28,11 +28,12 @@ from precision_time.flows.stack import (
     dask_parts,
     prefect_parts,
     require_free,
+    require_scheduler,
 )
 from precision_time.storage.errors import InputError, PrecisionTimeError, StorageError
 from precision_time.storage.filesystem import open_store
 
-__all__ = ["Addresses", "UpSettings", "prefilled_form", "read_addresses", "stay_up"]
+__all__ = ["STATE", "Addresses", "UpSettings", "prefilled_form", "read_addresses", "stay_up"]
 
 CLUSTERS = ("auto", "local", "local-cuda", "none")
 STATE = "up.json"
@@ -125,6 +126,8 @@ def stay_up(
     home = settings.home
     with _hold(home, say) as stop:
         require_free(settings.port)
+        if is_address(settings.cluster):
+            require_scheduler(settings.cluster)
         for folder in ("logs", "prefect", "precision-time-data", "precision-time-registry"):
             (home / folder).mkdir(exist_ok=True)
         for log in (home / "logs").glob("*.log"):

@@ -17,6 +17,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "StorageReadOnlyError",
+    "TooLittleDataError",
     "UnknownNameError",
     "UnreachableError",
     "VersionExistsError",
@@ -99,6 +100,12 @@ class UnknownNameError(InputError, LookupError):
             expected=f"a known {kind}; the nearest are {', '.join(self.nearest) or 'none'}",
             fix=fix,
         )
+
+
+class TooLittleDataError(InputError):
+    """Fewer measurements than a predictor can be trained and validated on; more of them mend it."""
+
+    code = "E-TOO-LITTLE-DATA"
 
 
 class PrecisionUnsupportedError(InputError):

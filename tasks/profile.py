@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distributed import Client, Future, wait
+from distributed.client import FuturesCancelledError
 
 from precision_time.storage.errors import ClusterLostError, PrecisionTimeError, StorageError
 from precision_time.storage.schema import Environment, GridCell
@@ -192,8 +193,11 @@ def _await_ranks(
     reports: list[RankReport] = []
     patience: float | None = None
     while pending:
-        with contextlib.suppress(TimeoutError):
-            wait(pending, timeout=POLL_S, return_when="FIRST_COMPLETED")
+        try:
+            with contextlib.suppress(TimeoutError):
+                wait(pending, timeout=POLL_S, return_when="FIRST_COMPLETED")
+        except FuturesCancelledError:
+            return _lost("the scheduler has lost the ranks: it was started anew"), reports
         for future in [future for future in pending if future.done()]:
             pending.discard(future)
             reports.append(_expect_result(_report_of(future, worker=futures[future])))

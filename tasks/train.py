@@ -13,7 +13,7 @@ from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.observations import Observation, observe, observe_table
 from precision_time.predictor.public_table import load_public_table
 from precision_time.predictor.workload import WorkloadFeatures
-from precision_time.storage.errors import InputError, IntegrityError, UnknownNameError
+from precision_time.storage.errors import InputError, IntegrityError, TooLittleDataError, UnknownNameError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.glm import NO_CARD, is_glm
@@ -71,8 +71,9 @@ def take_snapshot(
     ``data`` is the URL or folder of a timings dataset, ``public`` stands for the shipped table, ``measurements`` for
     another CSV or Parquet file with its columns. A held-out model leaves together with its network's other names:
     what was learned under one of them would answer for it. Damaged files and rows that cannot be used are left out
-    and listed in ``problems``. Raises ``InputError`` when nothing is named or recorded, too little is left to train
-    on, or two tables have a row in common; ``UnknownNameError`` when a model to hold out was never measured.
+    and listed in ``problems``. Raises ``InputError`` when nothing is named, or two tables have a row in common,
+    ``TooLittleDataError`` when nothing is recorded or too little is left to train on, and ``UnknownNameError`` when a
+    model to hold out was never measured.
     """
     tables = [None] * public + ([measurements] if measurements is not None else [])
     sources = [_read_table(path) for path in tables] + ([_read_dataset(data)] if data is not None else [])
@@ -88,11 +89,11 @@ def take_snapshot(
     held_out = _find_held_out(observations, holdout_models)
     training = tuple(seen for seen in observations if seen.network not in held_out)
     if len(training) < FEWEST_CELLS:
-        raise InputError(
+        raise TooLittleDataError(
             "too few measured cells to train and validate on",
             got=f"{len(training)} cells in {', '.join(source.name for source in sources)}",
             expected=f"at least {FEWEST_CELLS}, held-out models not counted",
-            fix="add cells to the campaign, or train on the shipped table too (--public)",
+            fix="add cells to the campaign, or train on the public table too (--public; Public table in the form)",
         )
     return Snapshot(
         training=training,
@@ -116,11 +117,11 @@ def _read_dataset(url: str) -> _Source:
     measured = [seen for seen in recorded if not is_glm(seen.model)]
     refused = Counter({NO_CARD: len(recorded) - len(measured)} if len(recorded) > len(measured) else {})
     if not measured:
-        raise InputError(
+        raise TooLittleDataError(
             "no measurements to train on",
             got=f"{url}: {refused[NO_CARD]} cells of CA-SGD only" if refused else url,
             expected="a dataset with recorded cells",
-            fix="run `precision-time campaign FILE` first",
+            fix="run a campaign first, with models that are not CA-SGD's",
         )
     workloads = tuple(WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads"))
     hardware = tuple(HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware"))

@@ -227,3 +227,16 @@ def test_the_command_ends_with_3_only_when_there_is_a_problem(
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 3
     assert "problem  worker: no worker is online" in shown.output
+
+
+def test_an_api_that_was_set_wrongly_is_told_from_one_that_is_away(server: Server) -> None:
+    for api, what in ((server.api.removesuffix("/api"), "is not Prefect's API"), ("banana", "no address of a server")):
+        found = find(make_patient(api=api), "prefect")
+        assert what in found.what
+        assert "/api" in found.fix
+
+
+def test_a_stack_that_was_killed_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "up.json").write_text("{}", encoding="utf-8")
+    patient = Patient.find(tmp_path)
+    assert "without tidying up" in find(patient, "up", "warning").what

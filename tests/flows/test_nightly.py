@@ -156,3 +156,15 @@ def test_a_nightly_spec_is_a_retraining_with_what_to_do_about_missed_nights(tmp_
     retraining = spec.retraining()
     assert type(retraining) is RetrainSpec
     assert retraining.model_dump() == spec.model_dump(exclude={"catch_up"})
+
+
+def test_a_night_with_too_little_data_ends_well_and_says_so(tmp_path: Path, measure, record) -> None:
+    from precision_time.flows.nightly import nightly_retrain
+
+    record(str(tmp_path / "timings"), measure(models=("mlp",))[:2])
+    state = nightly_retrain(make_spec(tmp_path), return_state=True)
+    assert state.is_completed()
+    result = state.result()
+    assert result.retraining.status == "too little data"
+    assert "2 cells" in result.retraining.reasons[0]
+    assert not Registry(tmp_path / "registry").names()

@@ -14,7 +14,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from precision_time.flows.stack import Part, choose_port, count_gpus, dask_parts
+from precision_time.flows.operations_commands import doctor, up
+from precision_time.flows.stack import Part, choose_port, count_gpus, dask_parts, require_scheduler
 from precision_time.flows.up import Addresses, UpSettings, prefilled_form, read_addresses, stay_up
 from precision_time.storage.errors import InputError, PrecisionTimeError
 
@@ -166,3 +167,19 @@ def test_gpus_are_those_of_the_driver_that_are_visible(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert count_gpus() == count
+
+
+def test_a_scheduler_that_does_not_run_is_refused_before_anything_starts(tmp_path: Path, taken_port: int) -> None:
+    settings = UpSettings(home=tmp_path, port=choose_port(0), cluster="tcp://127.0.0.1:9")
+    with pytest.raises(InputError, match=r"tcp://127\.0\.0\.1:9.*start it first"):
+        stay_up(settings, announce=never)
+    assert not (tmp_path / "logs").exists()
+    require_scheduler(f"tcp://127.0.0.1:{taken_port}")
+
+
+def test_an_empty_home_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (up, doctor):
+        with pytest.raises(InputError, match="empty --home"):
+            command(home="")
+    assert not list(tmp_path.iterdir())

@@ -81,7 +81,7 @@ def test_without_buckets_or_memory_there_is_no_such_time(monkeypatch):
 
 
 PAIR = """
-import json, sys, torch
+import json, os, sys, torch
 import torch.distributed as dist
 from precision_time.predictor.precision import PRECISIONS
 from precision_time.tasks.job import MeasurementLimits

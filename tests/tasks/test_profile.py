@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, Future, LocalCluster
 
 from precision_time.storage.errors import InputError, StorageError
 from precision_time.storage.schema import Environment, GridCell
@@ -188,6 +188,23 @@ def test_a_worker_that_vanishes_ends_the_cell_and_its_ranks(client, tmp_path):
     assert receipt.duration_s < LIMITS.timeout_s / 2
     assert_workers_are_free(client)
     assert living_processes_of(tmp_path) == []
+
+
+def test_a_scheduler_that_was_started_anew_is_named_as_the_cause(client, tmp_path):
+    def forget_the_ranks_once_they_run():
+        for _ in range(300):
+            if started_ranks(tmp_path) == 2:
+                client.cancel([Future(key, client) for key in list(client.futures)])
+                return
+            time.sleep(0.1)
+
+    forgetter = threading.Thread(target=forget_the_ranks_once_they_run)
+    forgetter.start()
+    receipt = run_cell(client, tmp_path, "faulty_workloads:sleeps_on_rank_1")
+    forgetter.join()
+    assert (receipt.status, receipt.cause) == ("failed", "lost contact")
+    assert "started anew" in receipt.message
+    assert_workers_are_free(client)
 
 
 def test_an_interrupt_kills_the_ranks_and_goes_on_up(client, tmp_path, monkeypatch):
