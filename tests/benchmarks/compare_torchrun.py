@@ -1,4 +1,4 @@
-"""The same cell by a bare torchrun script and by a campaign's engine, in turns (A-B-A-B): the ratio and its interval.
+"""The same cell by a bare torchrun script and by a campaign's engine, in turns (A-B-B-A): the ratio and its interval.
 
 Run on an idle machine: python tests/benchmarks/compare_torchrun.py [ROUNDS] [MODEL] [BATCH]
 """
@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from scipy.stats import t as student
+
 from precision_time.flows.cluster import Client, open_cluster
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.job import MeasurementLimits
@@ -19,8 +21,6 @@ from precision_time.tasks.profile import profile_cell
 from precision_time.tasks.record import read_fragments
 
 RANKS, STEPS = 2, 40
-#: Two-sided 90 % points of Student's t by degrees of freedom.
-T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83}
 
 
 def time_bare(model: str, batch_size: int) -> float:
@@ -59,11 +59,17 @@ def main(rounds: int, model: str, batch_size: int) -> None:
     logs = []
     with tempfile.TemporaryDirectory() as scratch, open_cluster("cpu", RANKS) as client:
         for number in range(rounds):
-            pair = [time_bare(model, batch_size), time_cell(model, batch_size, client=client, scratch=Path(scratch))]
-            logs.append(math.log(pair[1] / pair[0]))
-            print(f"round {number}: torchrun {1e3 * pair[0]:.1f} ms, engine {1e3 * pair[1]:.1f} ms", flush=True)
+            timings = {
+                "torchrun": lambda: time_bare(model, batch_size),
+                "engine": lambda: time_cell(model, batch_size, client=client, scratch=Path(scratch)),
+            }
+            # Each is first as often as the other: a host that warms or slows in a round favours neither.
+            turns = sorted(timings, reverse=number % 2 == 0)
+            seconds = {name: timings[name]() for name in turns}
+            logs.append(math.log(seconds["engine"] / seconds["torchrun"]))
+            print(f"round {number}:", *(f"{name} {1e3 * took:.1f} ms" for name, took in seconds.items()), flush=True)
     mean = statistics.fmean(logs)
-    half = T90[min(rounds - 1, max(T90))] * statistics.stdev(logs) / math.sqrt(rounds)
+    half = float(student.ppf(0.95, rounds - 1)) * statistics.stdev(logs) / math.sqrt(rounds)
     print(
         f"engine / torchrun {math.exp(mean):.3f} ({math.exp(mean - half):.3f} to {math.exp(mean + half):.3f} at 90 %)"
     )
