@@ -1,6 +1,5 @@
 """Processes that end with the process that started them, however that one ends: the kernel sends them a signal then."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -8,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-__all__ = ["start_tied", "tied_command"]
+from precision_time.tasks.kinship import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
+__all__ = ["start_tied", "tied_command"]
 
 
 def tied_command(command: Sequence[str], *, stop: signal.Signals = signal.SIGKILL, parent: int = 0) -> list[str]:
@@ -42,10 +41,9 @@ def start_tied(
 def _become(stop: str, parent: str, command: Sequence[str]) -> None:
     """Replace this process by ``command``, tied to its parent where the kernel can do it."""
     before = int(parent) or os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.Signals[stop])
-        if os.getppid() != before:  # it died before prctl
-            return
+    end_with_parent(signal.Signals[stop])
+    if os.getppid() != before:  # it died before that
+        return
     os.execvp(command[0], list(command))
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from precision_time.storage.errors import ClusterLostError, PrecisionTimeError, StorageError
+from precision_time.storage.errors import ClusterLostError, PrecisionTimeError
 from precision_time.storage.schema import CellOutcome, Environment, GridCell
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.glm import GlmCell
 from precision_time.tasks.glm_launch import LaunchReport, end_glm_ranks, launch_ranks, lose_ranks
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
 from precision_time.tasks.leases import GangLease, LeaseWait, check_connected, lease_workers
-from precision_time.tasks.ranks import failure_path, fragment_path
+from precision_time.tasks.ranks import fragment_path
 from precision_time.tasks.record import record_cell
 
 __all__ = ["profile_glm_cell", "run_glm_cell", "run_glm_cells"]
@@ -45,8 +45,7 @@ def profile_glm_cell(
     """
     try:
         with lease_workers(client, cell.world_size, hosts=1, watch=watch) as lease:
-            folder = scratch / f"{cell.cell_id(environment)}-{attempt}"
-            job = _lay_out(cell, attempt=attempt, environment=environment, limits=limits, folder=folder)
+            job = _lay_out(cell, attempt=attempt, environment=environment, limits=limits, scratch=scratch)
             started_at, began = time.time(), time.monotonic()
             report = _launch_on(lease, job, client=client)
             return _receipt_of(job, report, started_at=started_at, duration_s=time.monotonic() - began)
@@ -116,7 +115,7 @@ def run_glm_cells(
         receipt = run_glm_cell(
             cell,
             environment=environment,
-            scratch=Path(scratch) / cell_id,
+            scratch=Path(scratch),
             limits=limits or MeasurementLimits(),
             attempt=dataset.next_attempt(cell_id),
         )
@@ -127,35 +126,26 @@ def run_glm_cells(
 def run_glm_cell(
     cell: GlmCell, *, environment: Environment, scratch: Path, limits: MeasurementLimits, attempt: int = 1
 ) -> CellReceipt:
-    """One attempt at one cell in the folder ``scratch`` of its own, on this machine and without Dask."""
-    job = _lay_out(cell.grid_cell, attempt=attempt, environment=environment, limits=limits, folder=scratch)
+    """One attempt at one cell, in a folder of its own in ``scratch``, on this machine and without Dask."""
+    job = _lay_out(cell.grid_cell, attempt=attempt, environment=environment, limits=limits, scratch=scratch)
     started_at, began = time.time(), time.monotonic()
     report = launch_ranks(job.to_json())
     return _receipt_of(job, report, started_at=started_at, duration_s=time.monotonic() - began)
 
 
 def _lay_out(
-    cell: GridCell, *, attempt: int, environment: Environment, limits: MeasurementLimits, folder: Path
+    cell: GridCell, *, attempt: int, environment: Environment, limits: MeasurementLimits, scratch: Path
 ) -> RankJob:
+    cell_id = cell.cell_id(environment)
     job = RankJob(
         cell=cell,
-        cell_id=cell.cell_id(environment),
+        cell_id=cell_id,
         attempt=attempt,
         environment=environment,
         limits=limits,
-        scratch=str(folder.resolve()),
+        scratch=str((scratch / f"{cell_id}-{attempt}").resolve()),
     )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank in range(cell.world_size):
-            failure_path(folder, rank).unlink(missing_ok=True)
-        (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            "the scratch folder cannot be written",
-            got=f"{folder}: {error.strerror}",
-            expected="a folder that this process and all workers can write",
-        ) from error
+    job.lay_out()
     return job
 
 

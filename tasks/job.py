@@ -2,10 +2,12 @@
 
 import json
 import math
+import shutil
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from precision_time.storage.errors import InputError
+from precision_time.storage.errors import InputError, StorageError
 from precision_time.storage.schema import CellStatus, Environment, GridCell
 
 __all__ = ["CellReceipt", "MeasurementLimits", "RankJob"]
@@ -66,6 +68,27 @@ class RankJob:
     def to_json(self) -> str:
         """Text for ``from_json``."""
         return json.dumps(asdict(self))
+
+    def lay_out(self) -> Path:
+        """Make the folder of this attempt, empty but for ``job.json``, whose path is returned.
+
+        Raises ``StorageError`` where the folder cannot be written.
+        """
+        folder = Path(self.scratch)
+        try:
+            # A rendezvous left by a killed attempt would make the ranks wait for processes that are gone.
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            path = folder / "job.json"
+            path.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                "the scratch folder cannot be written",
+                got=f"{folder}: {error.strerror}",
+                expected="a folder that this process and all workers can write",
+            ) from error
+        return path
 
     @classmethod
     def from_json(cls, text: str) -> "RankJob":

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
-from precision_time.storage.errors import ClusterLostError, PrecisionTimeError, StorageError
+from precision_time.storage.errors import ClusterLostError, PrecisionTimeError
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
 from precision_time.tasks.leases import GangLease, LeaseWait, check_connected, lease_workers
@@ -100,7 +99,7 @@ def _profile_on(
             scratch=str(folder.resolve()),
             devices=devices,
         )
-        _lay_out(folder, job)
+        job.lay_out()
         failure, reports = _run_gang(job, client=client, lease=lease)
     except PrecisionTimeError:
         raise
@@ -127,21 +126,6 @@ def _profile_on(
         duration_s=duration_s,
         host=host,
     )
-
-
-def _lay_out(folder: Path, job: RankJob) -> None:
-    try:
-        # A rendezvous left by a killed attempt would make the ranks wait for processes that are gone.
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            "the scratch folder cannot be written",
-            got=f"{folder}: {error.strerror}",
-            expected="a folder that this process and all workers can write",
-        ) from error
 
 
 def _lost(message: str) -> RankReport:

@@ -1,6 +1,5 @@
 """One rank of a cell in a process of its own, ``python -m precision_time.tasks.ranks JOB RANK``: train, time, write."""
 
-import ctypes
 import json
 import os
 import resource
@@ -18,6 +17,7 @@ from precision_time.predictor.workload import known_workloads
 from precision_time.storage.errors import PrecisionTimeError, PrecisionUnsupportedError
 from precision_time.storage.schema import IterationTiming
 from precision_time.tasks.job import RankJob
+from precision_time.tasks.kinship import end_with_parent
 from precision_time.tasks.refusals import CellRefusedError, EnvironmentChangedError, LossNotFiniteError, refuse_cell
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ __all__ = ["PARENT_VARIABLE", "card_path", "failure_path", "fragment_path", "mai
 
 #: Environment variable with the process id of what started the rank: the worker, or the template it forked from.
 PARENT_VARIABLE = "PRECISION_TIME_PARENT"
-
-PR_SET_PDEATHSIG = 1
 
 #: What gloo and NCCL say when it is another rank that went away.
 PEER_LOST = (
@@ -67,7 +65,7 @@ def main(job_path: str, rank: int) -> None:
 
     ``os._exit`` skips the teardown of process groups and DDP, which may hang.
     """
-    _die_with_parent()
+    _end_with_parent()
     job = RankJob.from_json(Path(job_path).read_text(encoding="utf-8"))
     code = 0
     try:
@@ -83,10 +81,8 @@ def main(job_path: str, rank: int) -> None:
     os._exit(code)
 
 
-def _die_with_parent() -> None:
-    """Let the kernel end this process when the one that started it dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_with_parent() -> None:
+    end_with_parent(signal.SIGKILL)
     # The parent may have died before the line above took effect.
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is not None and os.getppid() != int(parent):

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from precision_time.tasks import ranks
+from precision_time.tasks.kinship import adopt_orphans, end_with_parent
 from precision_time.tasks.ranks import PARENT_VARIABLE
 
 __all__ = ["LOADING_SETTINGS", "TITLE_BYTES", "kill_family", "serve", "show_command", "unfit_reason"]
-
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 #: What every rank imports before its first step. Optimizers import ``torch._dynamo`` when first used (2 s).
 MODULES = (
@@ -175,9 +174,8 @@ class _Server:
 
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        libc = ctypes.CDLL(None)
         # What outlives its rank comes to this process, which can then end it.
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         # Until here it ended this process at once; now the ranks and their children have to go first.
         signal.signal(signal.SIGTERM, stop)
 
@@ -302,9 +300,8 @@ def _use_openblas_threads(count: str) -> None:
 
 def serve(control: socket.socket) -> None:
     """Be a template for the process at the other end of ``control``, until that one ends or says so."""
-    libc = ctypes.CDLL(None)
     # Tied to the thread that started this process, which lives as long as the worker: see ``Template._keep``.
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     if str(os.getppid()) == os.environ.get(PARENT_VARIABLE):
         show_command([sys.executable, "-m", "precision_time.tasks.template"])
         _Server(control).run()

@@ -20,7 +20,7 @@ from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks import glm_launch, verdicts
 from precision_time.tasks.glm import NO_CARD, GlmCell, glm_environment, to_measurement
 from precision_time.tasks.glm_profile import run_glm_cell, run_glm_cells
-from precision_time.tasks.job import MeasurementLimits
+from precision_time.tasks.job import MeasurementLimits, RankJob
 from precision_time.tasks.train import take_snapshot
 
 LIMITS = MeasurementLimits(warmup_steps=2, measured_steps=5, seconds_per_cell=5, timeout_s=60)
@@ -115,13 +115,26 @@ def test_ranks_that_take_too_long_are_ended(tmp_path):
 
 def test_a_rank_that_fails_is_an_outcome_with_its_last_words(environment, tmp_path):
     cell = GlmCell(objective="logistic", columns=7, s=4, batch_size=4)
-    blocked = tmp_path / "blocked"
-    blocked.mkdir()
-    (blocked / "rank-0.parquet").mkdir()  # nothing can be written there
-    receipt = run_glm_cell(cell, environment=environment, scratch=blocked, limits=LIMITS)
-    assert receipt.status == "failed"
-    assert receipt.cause == "exception"
-    assert "rank-0.parquet" in receipt.message
+    job = RankJob(
+        cell=cell.grid_cell, cell_id="a", attempt=1, environment=environment, limits=LIMITS, scratch=str(tmp_path / "a")
+    )
+    job.lay_out()
+    (tmp_path / "a" / "rank-0.parquet").mkdir()  # nothing can be written there
+    report = glm_launch.launch_ranks(job.to_json())
+    assert report["cause"] == "exception"
+    assert "rank-0.parquet" in report["message"]
+
+
+def test_an_attempt_has_a_folder_of_its_own_and_leaves_other_files_alone(environment, tmp_path):
+    cell = GlmCell(objective="logistic", columns=7, s=4, batch_size=4)
+    (tmp_path / "notes.txt").write_text("mine")
+    receipts = [
+        run_glm_cell(cell, environment=environment, scratch=tmp_path, limits=LIMITS, attempt=attempt)
+        for attempt in (1, 2)
+    ]
+    assert [receipt.status for receipt in receipts] == ["recorded", "recorded"]
+    assert len({receipt.scratch for receipt in receipts}) == 2
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_plan_becomes_rows_of_the_common_table(environment):
