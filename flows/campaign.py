@@ -25,6 +25,7 @@ from precision_time.flows.conclude import CampaignPages, retrain_after
 from precision_time.flows.interrupts import catch_interrupts
 from precision_time.flows.live_grid import LiveGrid
 from precision_time.flows.measuring import INTERRUPTED, CellNotStartedError, MeasuredCells, measure_missing, watch_wait
+from precision_time.flows.plain_failures import fail_plainly
 from precision_time.flows.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.progress import CampaignProgress
 from precision_time.flows.scratch import open_scratch
@@ -74,6 +75,7 @@ def _name_run() -> str:
     persist_result=False,
     task_runner=cast(Any, ThreadPoolTaskRunner(max_workers=MOST_AT_ONCE)),
 )
+@fail_plainly
 def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignResult]:
     """Measure the cells of the campaign that the dataset does not have yet, and record each of them whole.
 
@@ -207,6 +209,7 @@ def _measure_on_cluster(
     persist_result=False,
     result_serializer="json",
 )
+@fail_plainly
 def profile_cell_task(label: str, measure: Callable[[], CellOutcome]) -> CellOutcome | State[CellOutcome]:
     """One attempt at the cell ``label``; the run is shown as failed when the cell failed."""
     try:

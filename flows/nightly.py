@@ -4,6 +4,7 @@ from prefect import flow, get_run_logger
 from pydantic import BaseModel, ConfigDict
 
 from precision_time.flows.catch_up import CatchUp, apply_catch_up
+from precision_time.flows.plain_failures import fail_plainly
 from precision_time.flows.retrain import retrain_predictor
 from precision_time.flows.retrain_spec import NightlySpec
 from precision_time.flows.summary import RetrainResult
@@ -21,6 +22,7 @@ class NightlyResult(BaseModel):
 
 
 @flow(name="nightly-retrain", flow_run_name="retrain {spec.name}", result_serializer="json", persist_result=False)
+@fail_plainly
 def nightly_retrain(spec: NightlySpec) -> NightlyResult:
     """Retrain the predictor on what was measured since, publish it if it is not worse, and watch for drift.
 

@@ -5,10 +5,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from prefect import flow, get_run_logger, task
+from prefect import State, flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from precision_time.flows.artifacts import LiveTable, ProgressArtifact, publish_pages
+from precision_time.flows.plain_failures import fail_plainly
 from precision_time.flows.predictor_events import PredictorEvent, announce
 from precision_time.flows.retrain_spec import RetrainSpec
 from precision_time.flows.summary import RetrainResult, RetrainStatus
@@ -43,13 +44,22 @@ def _is_away(task: Any, task_run: Any, state: Any) -> bool:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
-def run_step(step: Callable[[], Result]) -> Result:
+@fail_plainly
+def run_step(step: Callable[[], object]) -> object:
     """Run one step; its objects stay in memory, neither hashed for a cache nor written as a result."""
     # A function, not its arguments: Prefect goes through each object of an argument, of 10,000 rows for minutes.
     return step()
 
 
+def _take(name: str, step: Callable[[], Result], *, patience: Mapping[str, Any] | None = None) -> Result:
+    """What ``step`` gives, as a task run ``name`` of Prefect; raises what it raises."""
+    taken: Any = run_step.with_options(name=name, **patience or {})(step)
+    result: Result = taken.result() if isinstance(taken, State) else taken
+    return result
+
+
 @flow(name="retrain-predictor", flow_run_name="retrain {spec.name}", result_serializer="json", persist_result=False)
+@fail_plainly
 def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
     """Train on recorded timings, the public table or both, validate, and publish what passes the gate.
 
@@ -59,7 +69,7 @@ def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
     logger = get_run_logger()
     progress = ProgressArtifact("retrain-progress", description="Retraining: snapshot, train, validate, publish")
 
-    snapshot = run_step.with_options(name="snapshot", **_patience(spec))(functools.partial(_read, spec))
+    snapshot = _take("snapshot", functools.partial(_read, spec), patience=_patience(spec))
     if isinstance(snapshot, TooLittleDataError):
         progress.update(1.0)
         return _wait_for_data(spec, snapshot)
@@ -76,11 +86,9 @@ def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
             spec, snapshot, "nothing new", standing, reasons=[standing.unneeded], accuracy=accuracy, drift=drift
         )
 
-    predictor = run_step.with_options(name="train")(functools.partial(fit_predictor, snapshot, seed=spec.seed))
+    predictor = _take("train", functools.partial(fit_predictor, snapshot, seed=spec.seed))
     progress.update(0.4)
-    validation = run_step.with_options(name="validate")(
-        functools.partial(validate_predictor, snapshot, level=spec.level, seed=spec.seed)
-    )
+    validation = _take("validate", functools.partial(validate_predictor, snapshot, level=spec.level, seed=spec.seed))
     progress.update(0.8)
     result = _judge_and_publish(
         spec,
@@ -188,7 +196,8 @@ def _publish(
         plots=plots,
     )
     try:
-        return run_step.with_options(name="publish", **_patience(spec))(
+        return _take(
+            "publish",
             functools.partial(
                 publish_in_turn,
                 publish,
@@ -198,7 +207,8 @@ def _publish(
                 champion=standing.champion,
                 sha256=snapshot.sha256,
                 token=token,
-            )
+            ),
+            patience=_patience(spec),
         )
     except StorageError as error:
         in_use = "nothing is" if standing.champion is None else f"{standing.champion.manifest.artifact_id} stays"
@@ -225,7 +235,7 @@ def _look_up(spec: RetrainSpec, snapshot: Snapshot) -> Standing:
         alias=spec.alias,
         holdout_models=spec.holdout_models,
     )
-    return run_step.with_options(name="champion", **_patience(spec))(look_up)
+    return _take("champion", look_up, patience=_patience(spec))
 
 
 def _watch(spec: RetrainSpec, snapshot: Snapshot, standing: Standing) -> DriftReport | None:
@@ -233,7 +243,7 @@ def _watch(spec: RetrainSpec, snapshot: Snapshot, standing: Standing) -> DriftRe
     if standing.champion is None:
         return None
     new = [seen for seen in snapshot.training if seen.measurement.cell_id not in standing.trained]
-    drift = run_step.with_options(name="drift watch")(functools.partial(watch_drift, new, champion=standing.champion))
+    drift = _take("drift watch", functools.partial(watch_drift, new, champion=standing.champion))
     log = get_run_logger()
     (log.warning if drift.verdict == "drifting" else log.info)(drift.summary)
     LiveTable("predictor-drift", description=f"{spec.name}: {drift.summary}").write_rows(drift.table())
@@ -314,6 +324,6 @@ def _conclude(
 def run_retraining(spec: RetrainSpec) -> RetrainResult:
     """Run the flow here. What makes it senseless (no data, an unknown model to hold out) is raised before it starts."""
     Registry(spec.registry).names()
-    # Read once more inside the flow: an error there would reach the terminal as Prefect's traceback first.
+    # Read once more inside the flow, where too little data is an answer: here it is an error, and leaves no run behind.
     take_snapshot(spec.data, public=spec.public, measurements=spec.measurements, holdout_models=spec.holdout_models)
     return retrain_predictor(spec)

@@ -4,6 +4,7 @@ from prefect import flow, get_run_logger
 from pydantic import BaseModel, ConfigDict
 
 from precision_time.flows.artifacts import LiveArtifact
+from precision_time.flows.plain_failures import fail_plainly
 from precision_time.flows.predictor_events import announce
 from precision_time.flows.retrain_spec import RollBackSpec
 from precision_time.storage.registry import Registry
@@ -25,6 +26,7 @@ class RollBackResult(BaseModel):
 @flow(
     name="roll-back", flow_run_name="roll back {spec.name}@{spec.alias}", result_serializer="json", persist_result=False
 )
+@fail_plainly
 def roll_back_predictor(spec: RollBackSpec) -> RollBackResult:
     """Point an alias at the version it pointed to before, or at a named one, and say from which to which.
 
