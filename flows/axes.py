@@ -12,7 +12,7 @@ from precision_time.storage.schema import CHECKPOINTING, COMPRESSION, OPTIONS, G
 from precision_time.tasks.glm import GLM_STRATEGIES, check_glm_model, is_glm
 
 __all__ = [
-    "AXES", "LIST", "Batch", "CellPattern", "Checkpointing", "Compression", "Gpus", "Model", "Models", "PrecisionName",
+    "AXES", "AXIS", "AXIS_SCHEMA", "LIST", "Batch", "CellPattern", "Checkpointing", "Compression", "Gpus", "Model", "Models", "PrecisionName",
     "Precisions", "Steps", "Strategy", "Switch",
 ]  # fmt: skip
 
@@ -71,6 +71,13 @@ def _check_list(value: object) -> object:
     return value
 
 
+def _check_axis(value: object) -> object:
+    # Not by pydantic's min_length: it counts the good values, and a bad one alone would read as an empty list as well.
+    if not _check_list(value):
+        raise InputError("an empty list", got=repr(value), expected="at least one value")
+    return value
+
+
 def _bounds(maximum: int) -> WithJsonSchema:
     return WithJsonSchema({"type": "integer", "minimum": 1, "maximum": maximum})
 
@@ -99,13 +106,16 @@ def _chips(*known: str, other: dict[str, Any]) -> WithJsonSchema:
 STRATEGIES = ("ddp", *GLM_STRATEGIES, "fsdp", "zero1", "zero2", "zero3")
 
 LIST = BeforeValidator(_check_list)
+AXIS = BeforeValidator(_check_axis)
+#: Of an axis, for the form.
+AXIS_SCHEMA: dict[str, Any] = {"minItems": 1}
 Model = Annotated[str, BeforeValidator(_check_model)]
 Models = Annotated[
-    tuple[Model, ...], LIST, _chips(*known_workloads(), other={"description": "A built-in name, or module:factory."})
+    tuple[Model, ...], AXIS, _chips(*known_workloads(), other={"description": "A built-in name, or module:factory."})
 ]
 PrecisionName = Annotated[str, BeforeValidator(_check_precision)]
 Precisions = Annotated[
-    tuple[PrecisionName, ...], LIST, _chips(*PRECISIONS, other={"description": "Any spelling, such as 16-mixed."})
+    tuple[PrecisionName, ...], AXIS, _chips(*PRECISIONS, other={"description": "Any spelling, such as 16-mixed."})
 ]
 Gpus = Annotated[int, _whole_number(MAX_GPUS), _bounds(MAX_GPUS)]
 Batch = Annotated[int, _whole_number(MAX_BATCH), _bounds(MAX_BATCH)]

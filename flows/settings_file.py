@@ -314,12 +314,8 @@ def _spelled(location: Location) -> str:
 
 def _explain(error: ValidationError, model: type[BaseModel], document: Document) -> InputError:
     problems: list[tuple[str, str | None, str | None]] = []
-    entries = error.errors(include_url=False)
-    places = {entry["loc"] for entry in entries}
-    for entry in entries:
+    for entry in error.errors(include_url=False):
         location: Location = entry["loc"]
-        if entry["type"] == "too_short" and any(other[:-1] == location for other in places if other):
-            continue  # pydantic counts only the good items of a list: its bad ones are listed already
         place = f"{document.place(location)}: {_spelled(location)}" if location else document.name
         cause = entry.get("ctx", {}).get("error")
         if entry["type"] == "extra_forbidden":
@@ -330,8 +326,6 @@ def _explain(error: ValidationError, model: type[BaseModel], document: Document)
             )
         elif entry["type"] == "missing":
             problems.append((f"{place} is missing", None, f"the key {_spelled(location)}"))
-        elif entry["type"] == "too_short":
-            problems.append((f"{place} is empty", None, "at least one value"))
         elif isinstance(cause, InputError):
             problems.append((f"{place}: {cause.what}", cause.got, cause.expected))
         else:

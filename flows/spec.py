@@ -11,6 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from precision_time.flows.axes import (
     AXES,
+    AXIS,
+    AXIS_SCHEMA,
     LIST,
     Batch,
     CellPattern,
@@ -55,48 +57,47 @@ class CampaignSpec(BaseModel):
         title="Name", description=f"{NAME_EXPECTED[0].upper()}{NAME_EXPECTED[1:]}; reports carry it.", pattern=NAME
     )
     models: Models = Field(
-        title="Models", description="Names of built-in workloads, or module:factory for your own.", min_length=1
+        title="Models", description="Names of built-in workloads, or module:factory for your own."
     )
     precisions: Precisions = Field(
         title="Precisions",
         description="fp32, tf32, amp_bf16, amp_fp16, bf16, fp16, or any spelling of a framework (16-mixed).",
-        min_length=1,
     )
-    gpus: Annotated[tuple[Gpus, ...], LIST] = Field(
-        title="GPUs", description="Numbers of ranks; one per GPU or CPU worker.", min_length=1
+    gpus: Annotated[tuple[Gpus, ...], AXIS] = Field(
+        title="GPUs", description="Numbers of ranks; one per GPU or CPU worker.", json_schema_extra=AXIS_SCHEMA
     )
-    batch_sizes: Annotated[tuple[Batch, ...], LIST] = Field(
-        title="Batch sizes", description="Samples per GPU in one forward and backward pass.", min_length=1
+    batch_sizes: Annotated[tuple[Batch, ...], AXIS] = Field(
+        title="Batch sizes", description="Samples per GPU in one forward and backward pass.", json_schema_extra=AXIS_SCHEMA
     )
-    gradient_accumulation_steps: Annotated[tuple[Batch, ...], LIST] = Field(
-        (1,), title="Gradient accumulation steps", description="Micro-steps in one iteration.", min_length=1
+    gradient_accumulation_steps: Annotated[tuple[Batch, ...], AXIS] = Field(
+        (1,), title="Gradient accumulation steps", description="Micro-steps in one iteration.", json_schema_extra=AXIS_SCHEMA
     )
-    channels_last: Annotated[tuple[Switch, ...], LIST] = Field(
-        (False,), title="Channels last", description="Weights and images in channels-last memory order.", min_length=1
+    channels_last: Annotated[tuple[Switch, ...], AXIS] = Field(
+        (False,), title="Channels last", description="Weights and images in channels-last memory order.", json_schema_extra=AXIS_SCHEMA
     )
-    compiled: Annotated[tuple[Switch, ...], LIST] = Field(
-        (False,), title="Compiled", description="The model behind torch.compile.", min_length=1
+    compiled: Annotated[tuple[Switch, ...], AXIS] = Field(
+        (False,), title="Compiled", description="The model behind torch.compile.", json_schema_extra=AXIS_SCHEMA
     )
-    checkpointing: Annotated[tuple[Checkpointing, ...], LIST] = Field(
+    checkpointing: Annotated[tuple[Checkpointing, ...], AXIS] = Field(
         ("none",),
         title="Activation checkpointing",
         description="none, or full: repeated blocks keep their inputs and are computed again in the backward pass.",
-        min_length=1,
+        json_schema_extra=AXIS_SCHEMA,
     )
-    fused_optimizer: Annotated[tuple[Switch, ...], LIST] = Field(
-        (False,), title="Fused optimizer", description="The optimizer's fused kernels.", min_length=1
+    fused_optimizer: Annotated[tuple[Switch, ...], AXIS] = Field(
+        (False,), title="Fused optimizer", description="The optimizer's fused kernels.", json_schema_extra=AXIS_SCHEMA
     )
-    compression: Annotated[tuple[Compression, ...], LIST] = Field(
+    compression: Annotated[tuple[Compression, ...], AXIS] = Field(
         ("none",),
         title="Gradient compression",
         description="Format of the gradients on the wire: none (their own), fp16 or bf16.",
-        min_length=1,
+        json_schema_extra=AXIS_SCHEMA,
     )
-    strategies: Annotated[tuple[Strategy, ...], LIST] = Field(
+    strategies: Annotated[tuple[Strategy, ...], AXIS] = Field(
         ("ddp",),
         title="Strategies",
         description="How ranks share the work: ddp; cells of any other are recorded as refused.",
-        min_length=1,
+        json_schema_extra=AXIS_SCHEMA,
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", title="Device", description="auto takes CUDA where there is a GPU, else the CPU."
