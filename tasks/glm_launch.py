@@ -18,6 +18,7 @@ from precision_time.storage.errors import InputError
 from precision_time.storage.schema import GridCell
 from precision_time.tasks.glm import is_glm
 from precision_time.tasks.job import RankJob
+from precision_time.tasks.rank_environment import training_environment
 from precision_time.tasks.ranks import OUT_OF_MEMORY, PARENT_VARIABLE, failure_path
 from precision_time.tasks.template import kill_family
 
@@ -114,7 +115,7 @@ def _run(command: list[str], *, log: Path, timeout_s: float) -> tuple[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    kept = {name: value for name, value in training_environment().items() if not name.startswith(_LAUNCHER_PREFIXES)}
     return {
         **kept,
         PARENT_VARIABLE: str(os.getpid()),

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from precision_time.storage.errors import InputError
 from precision_time.tasks.job import RankJob
+from precision_time.tasks.rank_environment import training_environment
 from precision_time.tasks.ranks import PARENT_VARIABLE, failure_path, fragment_path
 from precision_time.tasks.refusals import REFUSAL_CAUSES
 from precision_time.tasks.template import kill_family
@@ -162,7 +163,7 @@ def _rank_environment(job: RankJob, rank: int) -> dict[str, str]:
     return {
         # On a CPU with anything else to do, threads that spin at barriers made a step of vit_tiny 30 times longer.
         "OMP_WAIT_POLICY": "PASSIVE",
-        **os.environ,
+        **training_environment(),
         PARENT_VARIABLE: str(os.getpid()),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
