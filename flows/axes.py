@@ -12,8 +12,8 @@ from precision_time.storage.schema import CHECKPOINTING, COMPRESSION, OPTIONS, G
 from precision_time.tasks.glm import GLM_STRATEGIES, check_glm_model, is_glm
 
 __all__ = [
-    "AXES", "AXIS", "AXIS_SCHEMA", "LIST", "Batch", "CellPattern", "Checkpointing", "Compression", "Gpus", "Model", "Models", "PrecisionName",
-    "Precisions", "Steps", "Strategy", "Switch",
+    "AXES", "AXIS", "AXIS_SCHEMA", "LIST", "Batch", "CellPattern", "Checkpointing", "Compression", "Gpus", "Model",
+    "Models", "PrecisionName", "Precisions", "Steps", "Strategy", "Switch",
 ]  # fmt: skip
 
 MAX_GPUS = 65_536

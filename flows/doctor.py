@@ -29,6 +29,8 @@ PACKAGE = "precision-time"
 #: Under this much free space a campaign of an ordinary size does not fit.
 LITTLE_BYTES = 2**30
 CONNECT_S = 3.0
+#: A store that is asked for the first time may have to be logged in to.
+STORE_ANSWER_S = 10.0
 _COUNT_DEVICES = "import json, torch; print(json.dumps([torch.version.cuda, torch.cuda.device_count()]))"
 
 
@@ -183,7 +185,7 @@ def _examine_gpus() -> list[Finding]:
 def _examine_store(topic: str, url: str | None) -> list[Finding]:
     if url is None:
         return [fine(topic, "no place is set")]
-    open_store(url).check_writable()
+    open_store(url, timeout_s=STORE_ANSWER_S).check_writable()
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(url).free
         if free < LITTLE_BYTES:

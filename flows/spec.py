@@ -56,9 +56,7 @@ class CampaignSpec(BaseModel):
     name: Annotated[str, BeforeValidator(_check_name)] = Field(
         title="Name", description=f"{NAME_EXPECTED[0].upper()}{NAME_EXPECTED[1:]}; reports carry it.", pattern=NAME
     )
-    models: Models = Field(
-        title="Models", description="Names of built-in workloads, or module:factory for your own."
-    )
+    models: Models = Field(title="Models", description="Names of built-in workloads, or module:factory for your own.")
     precisions: Precisions = Field(
         title="Precisions",
         description="fp32, tf32, amp_bf16, amp_fp16, bf16, fp16, or any spelling of a framework (16-mixed).",
@@ -67,13 +65,21 @@ class CampaignSpec(BaseModel):
         title="GPUs", description="Numbers of ranks; one per GPU or CPU worker.", json_schema_extra=AXIS_SCHEMA
     )
     batch_sizes: Annotated[tuple[Batch, ...], AXIS] = Field(
-        title="Batch sizes", description="Samples per GPU in one forward and backward pass.", json_schema_extra=AXIS_SCHEMA
+        title="Batch sizes",
+        description="Samples per GPU in one forward and backward pass.",
+        json_schema_extra=AXIS_SCHEMA,
     )
     gradient_accumulation_steps: Annotated[tuple[Batch, ...], AXIS] = Field(
-        (1,), title="Gradient accumulation steps", description="Micro-steps in one iteration.", json_schema_extra=AXIS_SCHEMA
+        (1,),
+        title="Gradient accumulation steps",
+        description="Micro-steps in one iteration.",
+        json_schema_extra=AXIS_SCHEMA,
     )
     channels_last: Annotated[tuple[Switch, ...], AXIS] = Field(
-        (False,), title="Channels last", description="Weights and images in channels-last memory order.", json_schema_extra=AXIS_SCHEMA
+        (False,),
+        title="Channels last",
+        description="Weights and images in channels-last memory order.",
+        json_schema_extra=AXIS_SCHEMA,
     )
     compiled: Annotated[tuple[Switch, ...], AXIS] = Field(
         (False,), title="Compiled", description="The model behind torch.compile.", json_schema_extra=AXIS_SCHEMA

@@ -72,7 +72,7 @@ class Part:
         """Raise ``PrecisionTimeError`` with the end of the log when it has ended by itself."""
         if not self.is_running:
             raise PrecisionTimeError(
-                f"{self.name} ended at its start", got=self.tail() or "no message", fix=f"see {self.log}"
+                f"{self.name} ended right after the start", got=self.tail() or "no message", fix=f"see {self.log}"
             )
 
     def tail(self) -> str:

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -131,7 +130,7 @@ def stay_up(
         for folder in ("logs", "prefect", "precision-time-data", "precision-time-registry"):
             (home / folder).mkdir(exist_ok=True)
         for log in (home / "logs").glob("*.log"):
-            log.unlink()
+            log.replace(f"{log}.1")  # whoever starts it again may want to know why it ended
         stack = _Stack(settings, stop, say)
         try:
             addresses = stack.start(since=started)
@@ -174,6 +173,8 @@ class _Stack:
         self.dask_workers: Part | None = None
         self.dask_address = settings.cluster if is_address(settings.cluster) else None
         self.dashboard: str | None = None
+        self.dask_counts: str | None = None
+        self.dask_count = 0
         self.ranks: tuple[int, ...] = (1, 2)
         if settings.cluster in ("auto", "local", "local-cuda"):
             self._plan_dask(logs)
@@ -194,6 +195,7 @@ class _Stack:
         # Only with bokeh has Dask its dashboard; the plain pages are always there.
         page = "status" if importlib.util.find_spec("bokeh") else "info/main/workers.html"
         self.dashboard = f"http://{LOOPBACK}:{dashboard}/{page}"
+        self.dask_counts, self.dask_count = f"http://{LOOPBACK}:{dashboard}/json/counts.json", workers
         self.ranks = (1, 2) if workers > 1 else (1,)
 
     @property
@@ -203,7 +205,7 @@ class _Stack:
         return [self.server, *(part for part in (self.scheduler, self.dask_workers) if part is not None), *worker]
 
     def start(self, *, since: float) -> Addresses | None:
-        """Start all and wait until the server and the worker answer; None when a signal came meanwhile."""
+        """Start all and wait until each part does its work; None when a signal came meanwhile."""
         self.say("starting Prefect's server, which takes about half a minute the first time")
         for part in self.parts:
             if part is not self.worker:
@@ -215,7 +217,7 @@ class _Stack:
         from precision_time.flows.automations import register_automations
 
         forms = load_forms(planned)
-        if not self._wait(self.server, f"{self.api}/health"):
+        if not self._until(lambda: _ask(f"{self.api}/health") is not None, self.server):
             return None
         self.say("registering the deployments")
         end_lost_runs("The stack that ran it was stopped or died.")
@@ -226,6 +228,8 @@ class _Stack:
             self.worker.start()
             if not self._wait_for_worker():
                 return None
+        if not self._wait_for_dask():
+            return None
         ui = self.api.removesuffix("/api")
         return Addresses(
             pid=os.getpid(),
@@ -239,13 +243,16 @@ class _Stack:
             started_in_s=round(time.monotonic() - since, 1),
         )
 
-    def _wait(self, part: Part, url: str) -> bool:
-        def answers() -> bool:
-            with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5) as answer:
-                return bool(answer.status == 200)
-            return False
+    def _wait_for_dask(self) -> bool:
+        if self.scheduler is None or self.dask_workers is None or self.dask_counts is None:
+            return True
+        url, wanted = self.dask_counts, self.dask_count
 
-        return self._until(answers, part)
+        def has_workers() -> bool:
+            answer = _ask(url)
+            return answer is not None and json.loads(answer)["workers"] >= wanted
+
+        return self._until(has_workers, self.dask_workers, self.scheduler)
 
     def _wait_for_worker(self) -> bool:
         from prefect.client.orchestration import get_client
@@ -257,15 +264,16 @@ class _Stack:
 
             return self._until(is_online, self.worker)
 
-    def _until(self, condition: Callable[[], bool], part: Part) -> bool:
+    def _until(self, condition: Callable[[], bool], *parts: Part) -> bool:
         deadline = time.monotonic() + START_S
         while not condition():
             if self.stop_asked.is_asked:
                 return False
-            part.require_running()
+            for part in parts:
+                part.require_running()
             if time.monotonic() > deadline:
                 raise PrecisionTimeError(
-                    f"{part.name} does not answer", got=f"nothing within {START_S:g} s", fix=f"see {part.log}"
+                    f"no answer of {parts[0].name}", got=f"nothing within {START_S:g} s", fix=f"see {parts[0].log}"
                 )
             time.sleep(0.2)
         return True
@@ -308,6 +316,14 @@ class _Stack:
 
     def _is_hurried(self) -> bool:
         return self.stop_asked.is_hurried
+
+
+def _ask(url: str) -> bytes | None:
+    """What a page of a part answers; None while it does not."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        body: bytes = answer.read()
+        return body
+    return None
 
 
 @contextlib.contextmanager

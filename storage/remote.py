@@ -31,6 +31,8 @@ __all__ = ["RemoteStore", "check_endpoint"]
 _MEMORY_LOCK = threading.Lock()
 
 _CONFLICT_TRIES = 5
+#: For one file where no time-out was asked for: the largest of an artifact, over a slow line.
+MOST_WRITE_S = 600.0
 _AMAZON = ("amazonaws.com", "amazonaws.com.cn")
 #: Answers by which a server, or what stands before it, says that it cannot serve now.
 _OUT_OF_SERVICE = {500, 502, 503, 504}
@@ -83,6 +85,9 @@ class RemoteStore(Store):
                 "read_timeout": timeout_s,
                 "retries": {"total_max_attempts": 1},
             }
+        # A PUT waits for the server's leave to send its body (Expect: 100-continue), and no time-out of the library's
+        # own ends that.
+        self._write_options: dict[str, Any] = {"timeout": timeout_s or MOST_WRITE_S} if kind == "s3" else {}
         try:
             import fsspec
 
@@ -115,7 +120,7 @@ class RemoteStore(Store):
     def write_bytes(self, path: str, data: bytes) -> None:
         """See ``Store``."""
         with self._translated("written", path):
-            self._files.pipe_file(self._locate(path), data)
+            self._files.pipe_file(self._locate(path), data, **self._write_options)
 
     def create_bytes(self, path: str, data: bytes) -> None:
         """See ``Store``: by ``If-None-Match: *`` on S3, by a lock in this process in memory."""
@@ -123,7 +128,7 @@ class RemoteStore(Store):
         for attempt in range(_CONFLICT_TRIES):
             try:
                 with self._translated("written", path), _lock(self._kind):
-                    self._files.pipe_file(full, data, mode="create")
+                    self._files.pipe_file(full, data, mode="create", **self._write_options)
                 return
             except PrecisionTimeError as error:
                 code = _response_code(error.__cause__)

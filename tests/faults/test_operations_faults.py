@@ -186,6 +186,22 @@ def test_a_second_up_says_what_runs_and_a_port_in_use_says_who_has_it(stack: Sta
     assert "--port" in beside.stderr
 
 
+def test_up_is_not_announced_when_its_dask_workers_do_not_start(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ended = subprocess.run(
+        [sys.executable, "-m", "precision_time", "up", "--home", str(tmp_path / "home"), "--port", port, "--json"],
+        env=os.environ | {"DASK_DISTRIBUTED__WORKER__PRELOAD": '["no_such_module"]'},
+        capture_output=True, text=True, check=False, timeout=START_S,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "the Dask workers ended right after the start" in ended.stderr
+    assert "no_such_module" in (tmp_path / "home" / "logs" / "dask-workers.log").read_text()
+    assert not (tmp_path / "home" / "up.json").exists()
+    assert "started_in_s" not in ended.stdout
+
+
 def test_the_doctor_finds_nothing_wrong_with_a_fresh_stack(stack: Stack) -> None:
     examined = stack.command("doctor", "--home", str(stack.home), "--json")
     report = json.loads(examined.stdout)

@@ -3,8 +3,10 @@
 import base64
 import importlib.metadata
 import json
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -205,6 +207,20 @@ def test_places_that_cannot_be_written_are_problems(tmp_path: Path) -> None:
     for topic in ("data", "registry"):
         assert find(make_patient(**{topic: str(tmp_path / "file")}), topic).evidence
         assert find(make_patient(**{topic: str(tmp_path / topic)}), topic, "ok")
+
+
+def test_a_store_that_takes_calls_and_says_nothing_is_a_problem_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "STORE_ANSWER_S", 0.5)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        began = time.monotonic()
+        found = find(make_patient(registry="s3://bucket/registry"), "registry")
+    assert time.monotonic() - began < 30  # the library alone would ask again for minutes
+    assert "s3" in f"{found.what} {found.evidence}"
 
 
 def test_a_check_that_breaks_is_a_finding_and_stops_no_other(server: Server) -> None:

@@ -119,7 +119,7 @@ def test_a_part_that_ends_by_itself_tells_its_last_words(tmp_path: Path) -> None
     part.start()
     assert part.process is not None
     part.process.wait(timeout=60)
-    with pytest.raises(PrecisionTimeError, match="the part ended at its start; got: no such table"):
+    with pytest.raises(PrecisionTimeError, match="the part ended right after the start; got: no such table"):
         part.require_running()
 
 

@@ -115,6 +115,10 @@ def test_silence_and_a_closed_port_are_no_answer_within_the_time(
     serve(0)
     with pytest.raises(UnreachableError):
         open_store("s3://timings-test/x", timeout_s=0.5).read_bytes("x", max_bytes=9)
+    with pytest.raises(UnreachableError):
+        open_store("s3://timings-test/x", timeout_s=0.5).write_bytes("x", b"1")
+    with pytest.raises(UnreachableError):
+        open_store("s3://timings-test/x", timeout_s=0.5).create_bytes("x", b"1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
