@@ -172,7 +172,27 @@ def test_ctrl_c_ends_with_130_and_leaves_whole_data_and_no_process(campaign: Cam
     assert process.returncode == 130, err
     assert "Traceback" not in err, err
     campaign.assert_nothing_is_left()
-    assert_whole(campaign.data, cells=len(TimingsDataset(str(campaign.data)).recorded_cells()))
+    recorded = len(TimingsDataset(str(campaign.data)).recorded_cells())
+    assert 2 <= recorded < 4, "the cell under way is finished and kept, and no other is started"
+    assert_whole(campaign.data, cells=recorded)
+
+
+def test_other_settings_are_refused_with_the_difference_and_measure_nothing(campaign: Campaign) -> None:
+    campaign.write(gpus="[1]")
+    process = campaign.start()
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    before = TimingsDataset(str(campaign.data)).read()
+    file = campaign.folder / "campaign.yaml"
+    file.write_text(file.read_text().replace("warmup_steps: 3", "warmup_steps: 9").replace("[mlp]", "[mlp, vit_tiny]"))
+    process = campaign.start()
+    out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (2, "")
+    said = err.splitlines()[-1]
+    assert "warmup_steps" in said
+    assert "3" in said
+    assert "9" in said
+    assert TimingsDataset(str(campaign.data)).read().equals(before)
 
 
 def test_a_cell_that_kills_itself_costs_only_itself(campaign: Campaign) -> None:
