@@ -1,18 +1,35 @@
 """Which array library holds the features, and batches of their rows in the type of the arithmetic; the door to CuPy."""
 
+import functools
+import os
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from precision_time.casgd.communicator import say
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.precision import PrecisionPolicy, carrier, round_to
 
-__all__ = ["DenseFeatures", "Features", "SparseFeatures", "import_cupy", "library_of", "store_features", "work_type"]
+__all__ = [
+    "DenseFeatures",
+    "Features",
+    "SparseFeatures",
+    "choose_gpu",
+    "import_cupy",
+    "library_of",
+    "move_to_gpu",
+    "store_features",
+    "work_type",
+]
 
 # Below this share of non-zeros a sparse product costs less than a dense one (measured on CPUs, one core).
 DENSE_FROM_DENSITY = 0.05
 # A block is not made dense above this many numbers (FP32: 256 MiB).
 _LARGEST_DENSE_BLOCK = 2**26
+
+# What launchers tell a process of its place on its machine: Open MPI, Hydra (MPICH and Intel MPI), MVAPICH2, and last
+# Slurm, which counts the launcher's helpers where another launcher starts the ranks.
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def library_of(features: Any) -> Literal["numpy", "scipy", "cupy"]:
@@ -46,6 +63,47 @@ def import_cupy() -> Any:
             "CuPy is needed for arrays on a GPU", got=error, fix="install precision-time[gpu-cu12] or [gpu-cu13]"
         ) from error
     return cupy
+
+
+def choose_gpu() -> str:
+    """Make the GPU of this process's local rank CuPy's current one, and tell which it is and why.
+
+    The local rank is what the launcher told, modulo the GPUs that are visible. A current GPU other than the first is
+    somebody's choice and stays; without a launcher any does. Under a launcher standard error is told as well, once.
+
+    Raises:
+        InputError: CuPy is not installed, or finds no GPU.
+    """
+    cuda = import_cupy().cuda
+    if not cuda.is_available():
+        raise InputError("CuPy finds no GPU", fix="compute on the CPU, or see what nvidia-smi says")
+    current, count = int(cuda.Device().id), int(cuda.runtime.getDeviceCount())
+    name = next((name for name in _LOCAL_RANKS if os.environ.get(name, "").isdecimal()), None)
+    if name is None:
+        return f"GPU {current} of {count}, the current one"
+    chosen = int(os.environ[name]) % count
+    if current in (0, chosen):
+        cuda.Device(chosen).use()
+        told = f"GPU {chosen} of {count}, by {name}={os.environ[name]}"
+    else:
+        told = f"GPU {current} of {count}, the current one"
+    _say_once(told)
+    return told
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    say(message)
+
+
+def move_to_gpu(features: np.ndarray) -> Any:
+    """A copy of ``features`` on the GPU that `choose_gpu` takes.
+
+    Raises:
+        InputError: CuPy is not installed, or finds no GPU.
+    """
+    choose_gpu()
+    return import_cupy().asarray(features)
 
 
 def work_type(policy: PrecisionPolicy) -> np.dtype[Any]:

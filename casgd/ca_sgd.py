@@ -35,7 +35,8 @@ def run_ca_sgd(
         c_i <- rho_j c_i for i < j;  P <- rho_j P;  w0 <- w0 - sum(c_j)
 
     and then w <- P w - Y^T c on its own columns. In exact arithmetic each iterate is that of SGD: by induction
-    w_j = P w - sum_{i<j} Y_i^T c_i. The method is that of arXiv 2011.08281 (no penalty) and 2606.18463.
+    w_j = P w - sum_{i<j} Y_i^T c_i. The method is that of arXiv 2011.08281 (no penalty) and 2606.18463. In FP32 the
+    weights stay within a roundoff (2^-24) of the largest weight a step of those of s = 1 (tested, not proven).
 
     Blocks do not straddle epochs: the last block of an epoch may have fewer than s batches, and its last batch fewer
     than b rows. ``options.s == 1`` is :func:`precision_time.casgd.sgd.run_sgd`. ``options.prefetch`` sends the Gram
@@ -47,7 +48,7 @@ def run_ca_sgd(
 
     Raises:
         InputError: data, options or ranks that do not fit together, or iterates that diverge.
-        CommunicationError: a rank that is gone.
+        CommunicationError: a rank that is gone, or sums that are not the same on all ranks.
     """
     begin: dict[str, Any] = {
         "comm": comm,

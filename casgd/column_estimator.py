@@ -1,42 +1,44 @@
 """What the three estimators share: parameters, checks, columns, and the way from fit to a result on every rank."""
 
 import copy
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, is_classifier
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from precision_time.casgd.arrays import library_of
 from precision_time.casgd.comm import check_agreement, find_communicator
 from precision_time.casgd.communicator import Communicator
-from precision_time.casgd.errors import InputError, NotConvergedWarning, PrecisionWarning
+from precision_time.casgd.errors import NotConvergedWarning, PrecisionWarning
+from precision_time.casgd.guard import Verdict
+from precision_time.casgd.guarded_training import GuardSettings, choose_precision, train_guarded
 from precision_time.casgd.objectives import Objective
+from precision_time.casgd.precision import PrecisionPolicy
 from precision_time.casgd.problem import PARTS, Options, Problem, Solution
 from precision_time.casgd.training import (
     Start,
     best_constant,
-    choose_precision,
     choose_s,
     expected_smoothness,
     make_schedule,
     null_deviance,
     place_features,
     sum_over_ranks,
-    train,
 )
 from precision_time.casgd.validation import (
     agree,
     check_dtype,
     check_finite,
     check_fits_format,
-    check_whole,
+    check_gpu_arrays,
+    check_parameters,
     read_weights,
     share_columns,
 )
@@ -70,10 +72,18 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
     warm_start : whether ``fit`` starts from the last result.
     verbose : 1 prints a line after each run on rank 0.
     s : steps between two communications; 1 is plain SGD. It changes the time, not the result (in exact arithmetic).
-        'auto' asks the planner, and is 1 on one process. An outer step ends with its epoch, so s above the number of
+        'auto' asks the planner, which may take a twentieth of the expected time of ``max_iter`` epochs and else says
+        1; it is 1 on one process. An outer step ends with its epoch, so s above the number of
         batches of an epoch does what that number does.
-    precision : 'auto' is the recipe (BF16 features, FP32 everything else), guarded: where rounding would cost more
-        than 0.5 % of loss, FP16, then FP32. Or a policy's name or a PrecisionPolicy, which is kept and warned about.
+    precision : 'auto' is the recipe (BF16 features, FP32 everything else), or a policy's name or a PrecisionPolicy.
+    on_risk : what to do where rounding would add more than ``largest_excess`` to the loss on the rounded features (on
+        the original ones it adds less): 'fallback' takes FP16, then FP32, 'warn' keeps the policy, 'raise' refuses.
+        None is 'fallback' for precision 'auto', 'warn' for any other. With fewer than two rows a column in the guard's
+        sample (above 384 columns, always) nothing can be said before training: the weights are judged after 1, 2, 4,
+        8, ... epochs and after the last, and a fall-back starts training anew.
+    largest_excess : see ``on_risk``, a share of the loss.
+    prefetch : send the Gram blocks of the next outer step during this one's recurrence; the same result, two messages
+        an outer step instead of one, the large one hidden where the communicator works while the solver does.
     comm : the ranks: None, "mpi", an mpi4py communicator, or a Communicator of casgd.comm.
     device : 'auto' computes where X is, 'cuda' moves X to the GPU, 'cpu' back.
     column_block : False: every rank passes all of X and uses its share of the columns. True: each passes its own
@@ -92,8 +102,12 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
     coef_: np.ndarray
     intercept_: Any  # a number, or an array for a classifier, as scikit-learn's linear models have it
     loss_curve_: list[Any]
+    n_features_in_: int
     n_iter_: int
+    precision_: PrecisionPolicy
+    s_: int
     t_: int
+    verdict_: Verdict | None
 
     def __init__(
         self,
@@ -113,6 +127,9 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         verbose: int = 0,
         s: int | str = "auto",
         precision: Any = "auto",
+        on_risk: Literal["fallback", "warn", "raise"] | None = None,
+        largest_excess: float = 0.005,
+        prefetch: bool = False,
         comm: Any = None,
         device: str = "auto",
         column_block: bool = False,
@@ -132,6 +149,9 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         self.verbose = verbose
         self.s = s
         self.precision = precision
+        self.on_risk = on_risk
+        self.largest_excess = largest_excess
+        self.prefetch = prefetch
         self.comm = comm
         self.device = device
         self.column_block = column_block
@@ -172,7 +192,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         features, y, weights = agree(comm, lambda: self._read(X, y, sample_weight, reset=not known))
         targets = agree(comm, lambda: self._read_targets(y, again=known, partial=partial, classes=classes))
         seed = int(comm.gather(int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max)))[0])
-        self._check_ranks(comm, targets)
+        self._check_ranks(comm, features, targets)
         block = self._own_columns(features, comm)
         features = agree(comm, lambda: place_features(block, device=self.device))
         problems = [
@@ -188,21 +208,22 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         ]
         options = self._make_options(problems, comm, known=known and partial, epochs=epochs, seed=seed)
         if not (known and partial):
-            # A partial_fit is judged as the first of max_iter epochs.
-            whole = replace(options, epochs=int(self.max_iter))
-            self.precision_, warned, self.verdict_ = choose_precision(
-                problems, whole, precision=self.precision, own_steps=self.eta0 is None, comm=comm
-            )
-            for text in warned:
-                warnings.warn(text, PrecisionWarning, stacklevel=3)
-            agree(comm, lambda: check_fits_format(features, self.precision_))
-            options = replace(options, policy=self.precision_)
-            self.s_, self.plan_ = choose_s(problems[0], options, s=self.s, comm=comm)
-        options = replace(options, policy=self.precision_, s=self.s_)
-        solutions = [
-            train(problem, self._with_tol(options, problem), comm=comm, start=self._start(problem, k, known, partial))
-            for k, problem in enumerate(problems)
-        ]
+            self._choose(problems, options, comm)
+        # Epochs that come one by one are judged after 1, 2, 4, ... of them, as those of a fit are.
+        starts = [self._start(problem, k, known, partial) for k, problem in enumerate(problems)]
+        done = starts[0].epochs + options.epochs
+        found = train_guarded(
+            problems,
+            [self._with_tol(replace(options, policy=self.precision_, s=self.s_), problem) for problem in problems],
+            starts=starts,
+            verdict=self.verdict_ if self._judge_later and not (partial and done & (done - 1)) else None,
+            settings=self._guard_settings(),
+            comm=comm,
+        )
+        solutions, self.precision_ = found.solutions, found.policy
+        self.verdict_ = found.verdict or self.verdict_
+        for text in found.warnings:
+            warnings.warn(text, PrecisionWarning, stacklevel=3)
         self._keep(solutions, comm, partial=known and partial)
         if self.verbose and comm.rank == 0:
             loss = np.mean([one.loss_curve[-1] for one in solutions])
@@ -216,8 +237,31 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
             )
         return self
 
+    def _choose(self, problems: Sequence[Problem], options: Options, comm: Communicator) -> None:
+        """Set ``precision_``, ``verdict_``, ``s_`` and ``plan_``; a partial_fit is judged as the first of max_iter."""
+        self.precision_, warned, self.verdict_ = choose_precision(
+            problems, options, precision=self.precision, settings=self._guard_settings(), comm=comm
+        )
+        for text in warned:
+            warnings.warn(text, PrecisionWarning, stacklevel=4)
+        agree(comm, lambda: check_fits_format(problems[0].features, self.precision_))
+        self._judge_later = self.verdict_ is not None and bool(self.verdict_.unjudged_warning)
+        whole = replace(options, policy=self.precision_, epochs=int(self.max_iter) * len(problems))
+        self.s_, self.plan_ = choose_s(problems[0], whole, s=self.s, comm=comm)
+        if self.plan_ is not None and self.plan_.warning:
+            warnings.warn(f"s={self.s_}: {self.plan_.warning}", stacklevel=4)
+
+    def _guard_settings(self) -> GuardSettings:
+        usual: Literal["fallback", "warn"] = "fallback" if self.precision == "auto" else "warn"
+        return GuardSettings(
+            on_risk=self.on_risk or usual,
+            largest_excess=float(self.largest_excess),
+            own_steps=self.eta0 is None,
+            epochs=int(self.max_iter),
+        )
+
     def _read(self, X: Any, y: Any, sample_weight: Any, *, reset: bool) -> tuple[Any, np.ndarray, np.ndarray | None]:
-        self._check_parameters()
+        check_parameters(self.get_params(deep=False), rates=_RATES)
         check_dtype(y, name="y")
         features, y = self._validate(X, y, with_targets=True, reset=reset)
         weights = None
@@ -229,7 +273,9 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         """X, or X and y, checked before any rounding; float64 and float32 stay as they are."""
         check_dtype(X, name="X")
         if type(X).__module__.partition(".")[0] == "cupy":
-            return self._validate_on_gpu(X, y, with_targets=with_targets, reset=reset)
+            y = check_gpu_arrays(X, y if with_targets else None, columns=None if reset else self.n_features_in_)
+            self.n_features_in_ = int(X.shape[1])
+            return (X, y) if with_targets else X
         checks: dict[str, Any] = {
             "accept_sparse": "csr",
             "dtype": (np.float64, np.float32),
@@ -243,42 +289,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         check_finite(features, name="Input X")
         return (features, y) if with_targets else features
 
-    def _validate_on_gpu(self, X: Any, y: Any, *, with_targets: bool, reset: bool) -> Any:
-        if X.ndim != 2 or X.dtype not in (np.float32, np.float64) or 0 in X.shape:
-            raise InputError("X on a GPU", got=f"{X.dtype} of shape {X.shape}", expected="float32 or float64 (m, n)")
-        if reset:
-            self.n_features_in_ = int(X.shape[1])
-        elif X.shape[1] != self.n_features_in_:
-            raise InputError("X has another number of columns", got=X.shape[1], expected=str(self.n_features_in_))
-        check_finite(X, name="Input X")
-        if not with_targets:
-            return X
-        y = np.asarray(y.get() if hasattr(y, "get") else y)
-        if y.shape != X.shape[:1]:
-            raise InputError("y does not fit X", got=f"shape {y.shape}", expected=str(X.shape[:1]))
-        if y.dtype.kind == "f":
-            check_finite(y, name="Input y")
-        return X, y
-
-    def _check_parameters(self) -> None:
-        for name in ("max_iter", "n_iter_no_change", "batch_size"):
-            check_whole(getattr(self, name), name=name, least=1)
-        if self.s != "auto":
-            check_whole(self.s, name="s", least=1)
-        if self.learning_rate not in _RATES:
-            raise InputError("unknown learning_rate", got=repr(self.learning_rate), expected=", ".join(_RATES))
-        for name, optional, least in (("alpha", False, 0.0), ("tol", True, -math.inf), ("eta0", True, 0.0)):
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            try:
-                fits = math.isfinite(value) and value >= least and (name != "eta0" or value > 0)
-            except TypeError:
-                fits = False
-            if not fits:
-                raise InputError(f"{name} is not usable", got=repr(value), expected="a finite number, not below 0")
-
-    def _check_ranks(self, comm: Communicator, targets: Sequence[np.ndarray]) -> None:
+    def _check_ranks(self, comm: Communicator, features: Any, targets: Sequence[np.ndarray]) -> None:
         """Name the ranks called with other parameters or rows, before a sum whose length follows from them."""
         if comm.size == 1:
             return
@@ -288,6 +299,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
             if name not in ("comm", "random_state", "verbose")
         }
         told |= {"rows": str(targets[0].size), "models": str(len(targets))}
+        told |= {"library of X": library_of(features), "type of X": str(features.dtype)}
         if not self.column_block:
             told["columns"] = str(self.n_features_in_)
         check_agreement(comm, told)
@@ -324,6 +336,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
             order="shuffled" if self.shuffle else "cyclic",
             seed=seed,
             n_iter_no_change=int(self.n_iter_no_change),
+            prefetch=bool(self.prefetch),
         )
 
     def _with_tol(self, options: Options, problem: Problem) -> Options:

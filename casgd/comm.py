@@ -1,10 +1,10 @@
-"""The ranks of a job joined by MPI or by NCCL, and the choice of a communicator."""
+"""The ranks of a job joined by MPI, and the choice of a communicator."""
 
 import atexit
 import json
 import os
 import time
-from collections import Counter, deque
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from precision_time.casgd.communicator import (
 )
 from precision_time.casgd.errors import CommunicationError, InputError
 from precision_time.casgd.mpi_probe import GpuAwareness, find_gpu_awareness
+from precision_time.casgd.nccl import NcclCommunicator, drain
 
 __all__ = [
     "Communicator",
@@ -34,6 +35,8 @@ __all__ = [
     "OneProcess",
     "Pending",
     "check_agreement",
+    "drain",
+    "explain_staging",
     "find_communicator",
 ]
 
@@ -41,7 +44,6 @@ __all__ = [
 WORDS_S = 0.5
 
 _SPIN_S = 0.002  # a wait shorter than this is polled without giving up the core: it is the case that is timed
-
 
 _SUM = "a sum over the ranks"
 
@@ -84,7 +86,8 @@ class MpiCommunicator:
 
     Only MPI's float and double are put on the wire. MPI's own bfloat16 is never used: summing it aborts the process
     in MPICH 5.0.2 and is refused by Open MPI 5.0.11 (both seen). GPU arrays go straight to MPI where a probe in a
-    child process found that it takes them, and through host memory otherwise; ``gpu`` tells which and why.
+    child process found that it takes them, and through host memory otherwise: then ``staging_reason`` says why, which
+    is None before, and rank 0 warns once.
 
     Everything is nonblocking inside, so that no call waits longer than ``deadline_s`` seconds for a rank that has
     died or fallen silent: it raises CommunicationError, this communicator takes no more calls, and when the process
@@ -103,6 +106,7 @@ class MpiCommunicator:
         self.size: int = self._comm.Get_size()
         self.deadline_s = deadline_s
         self.reductions = 0
+        self.staging_reason: str | None = None
         self._lost: CommunicationError | None = None
         # MPI writes into these buffers: they must live until then, even if the caller has dropped the sum.
         self._under_way: set[_MpiSum] = set()
@@ -138,11 +142,24 @@ class MpiCommunicator:
         wire_type = np.dtype(np.float64 if buffer.dtype.name == "float64" else np.float32)
         if isinstance(buffer, np.ndarray):
             return buffer if _is_ready(buffer) else np.array(buffer, dtype=wire_type, order="C")
-        if buffer.dtype.name in WIRE_TYPES and buffer.flags.c_contiguous and self.gpu.aware:
+        why = self._why_staged(buffer)
+        if why is None:
             # MPI knows nothing of streams: it must not read before the kernels have written.
             buffer.device.synchronize()
             return buffer
+        if self.staging_reason is None:
+            self.staging_reason = why
+            if self.rank == 0:
+                warnings.warn(f"GPU arrays are summed through host memory: {why}", RuntimeWarning, stacklevel=4)
         return np.ascontiguousarray(buffer.astype(wire_type).get())
+
+    def _why_staged(self, buffer: Any) -> str | None:
+        """Why an array on a GPU cannot be handed to MPI as it is, or None."""
+        if buffer.dtype.name not in WIRE_TYPES:
+            return f"{buffer.dtype.name} is summed in float32"
+        if not buffer.flags.c_contiguous:
+            return "the array is not contiguous"
+        return None if self.gpu.aware else self.gpu.reason
 
     def gather(self, value: object) -> list[Any]:
         self._check_alive()
@@ -196,112 +213,28 @@ class MpiCommunicator:
             self._lose(what, f"MPI reports: {error}")
 
     def _lose(self, what: str, why: str) -> NoReturn:
-        self._lost = CommunicationError(
-            f"rank {self.rank} of {self.size} waited in vain in {what}",
-            got=why,
-            expected="every rank makes the same calls and is alive",
-            fix="look in the output of the other ranks for the first error; raise deadline_s if one is only slow",
+        raise self.lose(
+            CommunicationError(
+                f"rank {self.rank} of {self.size} waited in vain in {what}",
+                got=why,
+                expected="every rank makes the same calls and is alive",
+                fix="look in the output of the other ranks for the first error; raise deadline_s if one is only slow",
+            )
         )
-        # MPI finalises after Python's exit functions, and would wait there for the lost rank without end.
-        atexit.register(self.abort, "the job ends because a rank was lost")
-        raise self._lost
+
+    def lose(self, error: CommunicationError) -> CommunicationError:
+        """Take no more calls, and end the job with this process; ``error``, for the caller to raise."""
+        if self._lost is None:
+            # MPI finalises after Python's exit functions, and would wait there for the lost rank without end.
+            atexit.register(self.abort, "the job ends because a rank was lost")
+        self._lost = error
+        return error
 
 
-class _NcclSum:
-    def __init__(self, stream: Any, done: Any) -> None:
-        self._stream, self._done = stream, done
-
-    def wait(self) -> None:
-        self._stream.wait_event(self._done)
-
-
-class NcclCommunicator:
-    """Sums of CuPy arrays over the GPUs of a job by NCCL, one GPU a rank; written from CuPy 14.2's source, untested.
-
-    ``control`` joins the same ranks on their hosts: it carries NCCL's identifier, `gather` and `barrier`. A sum is put
-    on CuPy's current stream and returns before it is done, as kernels do; `start_sum` uses a stream of its own, so
-    that kernels started before ``wait`` overlap. At most eight sums are under way: the next call waits for the oldest,
-    and after ``deadline_s`` seconds takes NCCL down and raises CommunicationError. NCCL refuses two ranks on one GPU
-    (NVIDIA/nccl issue 418): use MpiCommunicator there.
-    """
-
-    _MOST_UNDER_WAY = 8
-
-    def __init__(self, control: Any = "mpi", *, deadline_s: float = 120.0) -> None:
-        from precision_time.casgd.arrays import import_cupy
-
-        self._cupy = import_cupy()
-        self._nccl = self._cupy.cuda.nccl
-        if not self._nccl.available:
-            raise CommunicationError("CuPy finds no NCCL", fix="pip install nvidia-nccl-cu13")
-        self._control = find_communicator(control)
-        self.rank, self.size = self._control.rank, self._control.size
-        self.deadline_s = deadline_s
-        self.reductions = 0
-        places = [tuple(place) for place in self._control.gather([os.uname().nodename, self._device().pci_bus_id])]
-        for place, count in Counter(places).items():
-            if count > 1:
-                ranks = [rank for rank, other in enumerate(places) if other == place]
-                raise InputError(
-                    "NCCL needs a GPU of its own for every rank",
-                    got=f"ranks {ranks} on GPU {place[1]} of {place[0]}",
-                    fix="choose another device with cupy.cuda.Device(i).use(), or take MpiCommunicator",
-                )
-        identifier = self._control.gather(list(self._nccl.get_unique_id()) if self.rank == 0 else None)[0]
-        self._comm = self._nccl.NcclCommunicator(self.size, tuple(identifier), self.rank)
-        self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
-        self._under_way: deque[Any] = deque()
-
-    def _device(self) -> Any:
-        return self._cupy.cuda.Device()
-
-    def sum(self, buffer: Any) -> None:
-        self._reduce(buffer, self._cupy.cuda.get_current_stream())
-
-    def start_sum(self, buffer: Any) -> Pending:
-        current = self._cupy.cuda.get_current_stream()
-        self._own_stream.wait_event(current.record())
-        return _NcclSum(current, self._reduce(buffer, self._own_stream))
-
-    def _reduce(self, buffer: Any, stream: Any) -> Any:
-        check_buffer(buffer)
-        if isinstance(buffer, np.ndarray) or not buffer.flags.c_contiguous:
-            raise InputError("NCCL sums contiguous CuPy arrays", got=type(buffer).__name__)
-        self._wait_until(self._MOST_UNDER_WAY - 1)
-        # float16 and bfloat16 are raised to float32: NCCL would round them after every rank.
-        with stream:
-            wire = buffer if buffer.dtype.name in WIRE_TYPES else buffer.astype(np.float32)
-            kind = self._nccl.NCCL_FLOAT64 if wire.dtype.name == "float64" else self._nccl.NCCL_FLOAT32
-            self._comm.allReduce(wire.data.ptr, wire.data.ptr, wire.size, kind, self._nccl.NCCL_SUM, stream.ptr)
-            if wire is not buffer:
-                buffer[...] = wire.astype(buffer.dtype)
-            done = stream.record()
-        self.reductions += 1
-        self._under_way.append((done, wire))  # the memory of ``wire`` must outlive the sum
-        return done
-
-    def _wait_until(self, under_way: int) -> None:
-        while len(self._under_way) > under_way:
-            started_s = time.monotonic()
-            while not self._under_way[0][0].done:
-                if time.monotonic() - started_s > self.deadline_s:
-                    self._comm.abort()
-                    raise CommunicationError(
-                        f"rank {self.rank} of {self.size} waited in vain in a sum over the GPUs",
-                        got=f"no answer for {self.deadline_s:g} s",
-                        fix="look in the output of the other ranks for the first error",
-                    )
-            self._under_way.popleft()
-
-    def gather(self, value: object) -> list[Any]:
-        return self._control.gather(value)
-
-    def barrier(self) -> None:
-        self._wait_until(0)
-        self._control.barrier()
-
-    def abort(self, message: str) -> NoReturn:
-        self._control.abort(message)
+def explain_staging(comm: Communicator) -> str | None:
+    """Why sums of GPU arrays went through host memory so far, in words; None where none did."""
+    inner = getattr(comm, "inner", comm)
+    return inner.staging_reason if isinstance(inner, MpiCommunicator) else None
 
 
 def find_communicator(given: Any) -> Communicator:

@@ -21,9 +21,10 @@ from precision_time.casgd.datasets import (
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.problem import Problem
+from precision_time.casgd.training import place_features
 from precision_time.casgd.validation import agree, share_columns
 
-__all__ = ["MADE_UP", "CommandData", "join_ranks", "read_data"]
+__all__ = ["MADE_UP", "CommandData", "join_ranks", "place_data", "read_data"]
 
 #: Data that is drawn: the objective follows the dash.
 MADE_UP = ("synth-logistic", "synth-squared", "synth-poisson")
@@ -113,6 +114,11 @@ def read_data(
         return replace(data, features=scaler.apply(data.features), mean=scaler.mean, scale=scaler.scale)
 
     return agree(comm, read)
+
+
+def place_data(data: CommandData, *, device: str, comm: Communicator) -> CommandData:
+    """``data`` with its features where ``device`` says (`training.place_features`), or an InputError on all ranks."""
+    return replace(data, features=agree(comm, lambda: place_features(data.features, device=device)))
 
 
 def _named(name: str, *, n_features: int | None, rows: int, seed: int) -> Dataset:

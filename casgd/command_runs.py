@@ -1,5 +1,6 @@
 """What the ``precision-time glm`` commands run: one model, one plan, a table of timed runs."""
 
+import math
 import os
 import tempfile
 import time
@@ -7,16 +8,25 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from precision_time.casgd.comm import explain_staging
 from precision_time.casgd.command_data import CommandData
 from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import InputError, NotConvergedWarning
+from precision_time.casgd.excess import to_host
 from precision_time.casgd.precision import find_policy
 from precision_time.casgd.problem import PARTS, Options, Problem, Solution
-from precision_time.casgd.training import Start, best_constant, expected_smoothness, make_schedule, train
+from precision_time.casgd.training import (
+    Start,
+    best_constant,
+    expected_smoothness,
+    make_schedule,
+    sum_over_ranks,
+    train,
+)
 from precision_time.casgd.validation import agree
 
 if TYPE_CHECKING:
@@ -29,11 +39,17 @@ _SCORES = {"logistic": "accuracy", "squared": "R2", "poisson": "D2"}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """Coefficients (n,) and an intercept for features as they came, before standardisation."""
+    """Coefficients (n,) and an intercept for features as they came, before standardisation, and how they were found.
+
+    predicted_excess: of the precision in use, NaN where the guard was not asked (``Verdict.predicted_excess``).
+    """
 
     objective: str
     coef: np.ndarray
     intercept: float
+    precision: str
+    s: int
+    predicted_excess: float
 
 
 def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Model]:
@@ -54,10 +70,10 @@ def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, A
     coef[first:past] = np.ravel(estimator.coef_)[first:past] / data.scale
     shift[0] = float(data.mean @ coef[first:past])
     if comm.size > 1:
-        comm.sum(coef)
-        comm.sum(shift)
+        sum_over_ranks(coef, comm=comm)
+        sum_over_ranks(shift, comm=comm)
     intercept = float(np.ravel(estimator.intercept_)[0])
-    verdict = estimator.verdict_
+    excess = math.nan if estimator.verdict_ is None else float(estimator.verdict_.predicted_excess)
     report = {
         "data": data.name,
         "objective": data.objective,
@@ -67,7 +83,8 @@ def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, A
         "s": estimator.s_,
         "batch_size": estimator.batch_size,
         "precision": estimator.precision_.name,
-        "predicted_excess": None if verdict is None else float(verdict.predicted_excess),
+        "predicted_excess": None if math.isnan(excess) else excess,
+        "prefetch": bool(estimator.prefetch),
         "epochs": estimator.n_iter_,
         "converged": not any(issubclass(one.category, NotConvergedWarning) for one in caught),
         "loss": float(estimator.loss_curve_[-1]),
@@ -77,14 +94,22 @@ def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, A
         "reductions": estimator.reductions_,
         "total_s": total_s,
         "seconds": estimator.timings_,
+        "staging": explain_staging(comm),
         "warnings": list(dict.fromkeys(str(one.message) for one in caught)),
         "out": None,
     }
-    return report, Model(objective=data.objective, coef=coef, intercept=intercept - float(shift[0]))
+    return report, Model(
+        objective=data.objective,
+        coef=coef,
+        intercept=intercept - float(shift[0]),
+        precision=estimator.precision_.name,
+        s=estimator.s_,
+        predicted_excess=excess,
+    )
 
 
 def save_model(path: Path, model: Model, *, comm: Communicator) -> None:
-    """Write ``coef`` (n,), ``intercept`` () and ``objective`` to ``path`` on rank 0, whole or not at all.
+    """Write the fields of ``model`` to ``path`` on rank 0, whole or not at all: ``coef`` (n,), the others ().
 
     Read it with ``numpy.load(path, allow_pickle=False)``.
 
@@ -101,7 +126,15 @@ def save_model(path: Path, model: Model, *, comm: Communicator) -> None:
             raise InputError("the model cannot be written", got=error, fix="choose another --out") from error
         try:
             with os.fdopen(handle, "wb") as file:
-                np.savez(file, coef=model.coef, intercept=model.intercept, objective=np.array(model.objective))
+                np.savez(
+                    file,
+                    coef=model.coef,
+                    intercept=model.intercept,
+                    objective=np.array(model.objective),
+                    precision=np.array(model.precision),
+                    s=model.s,
+                    predicted_excess=model.predicted_excess,
+                )
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(partial, 0o644)
@@ -114,15 +147,28 @@ def save_model(path: Path, model: Model, *, comm: Communicator) -> None:
 
 
 def plan_run(
-    data: CommandData, *, comm: Communicator, alpha: float, batch_size: int, precision: str, seed: int
+    data: CommandData,
+    *,
+    comm: Communicator,
+    alpha: float,
+    batch_size: int,
+    precision: str,
+    seed: int,
+    on_risk: Literal["fallback", "warn", "raise"] | None = None,
+    prefetch: bool = False,
 ) -> "Plan":
-    """The planner's answer for these data; precision 'auto' is the guarded recipe."""
+    """The planner's answer for these data; precision 'auto' is the guarded recipe.
+
+    on_risk: as the guard takes it; None is 'fallback' for 'auto', and asks no guard for a named precision.
+    """
     from precision_time.casgd.plan import plan
 
     problem = data.problem(l2=alpha)
     options = _options(problem, comm, batch_size=batch_size, epochs=100, seed=seed)
-    options = replace(options, policy=find_policy("recipe" if precision == "auto" else precision))
-    return plan(problem, options, comm=comm, on_risk="fallback" if precision == "auto" else None)
+    policy = find_policy("recipe" if precision == "auto" else precision)
+    if on_risk is None and precision == "auto":
+        on_risk = "fallback"
+    return plan(problem, replace(options, policy=policy, prefetch=prefetch), comm=comm, on_risk=on_risk)
 
 
 def time_runs(
@@ -136,6 +182,7 @@ def time_runs(
     epochs: int,
     repeats: int,
     seed: int,
+    prefetch: bool = False,
 ) -> list[dict[str, Any]]:
     """One row for each batch size, precision and s: seconds of an epoch of the slowest rank (the fastest of
     ``repeats``), speed-up and loss gap against FP32 SGD of the same batch size.
@@ -156,7 +203,9 @@ def time_runs(
         cells[b, "fp32", 1] = plain
         for precision in precisions:
             for steps in s:
-                cells[b, precision, steps] = replace(plain, s=steps, policy=find_policy(precision))
+                cells[b, precision, steps] = replace(
+                    plain, s=steps, policy=find_policy(precision), prefetch=prefetch and steps > 1
+                )
     start = Start(intercept=best_constant(problem.objective, data.targets))
     fastest: dict[tuple[int, str, int], tuple[float, Solution]] = {}
     for _ in range(repeats):
@@ -197,8 +246,8 @@ def _options(problem: Problem, comm: Communicator, *, batch_size: int, epochs: i
 
 def _loss(problem: Problem, solution: Solution, comm: Communicator) -> float:
     """f at the solution, with the penalty, on the features as they are: float64, the same on every rank."""
-    weights = np.asarray(solution.weights, dtype=np.float64)
-    buffer = np.concatenate([np.asarray(problem.features @ weights).ravel(), [float(weights @ weights)]])
-    comm.sum(buffer)
+    features, weights = to_host(problem.features), to_host(np.asarray(solution.weights))
+    buffer = np.concatenate([np.asarray(features @ weights).ravel(), [float(weights @ weights)]])
+    sum_over_ranks(buffer, comm=comm)
     loss = problem.objective.loss(buffer[:-1] + solution.intercept, np.asarray(problem.targets))
     return float(np.mean(loss)) + problem.l2 / 2 * float(buffer[-1])

@@ -51,20 +51,30 @@ Precision = Annotated[
 Ranks = Annotated[
     Literal["auto", "none", "mpi"], typer.Option("--comm", help="auto is MPI under mpiexec, else one process.")
 ]
+OnRisk = Annotated[
+    Literal["fallback", "warn", "raise"] | None,
+    typer.Option(
+        "--on-risk",
+        help="Where rounding costs too much loss: by default fallback for auto, warn for a named precision.",
+    ),
+]
+LargestExcess = Annotated[float, typer.Option(help="Share of the loss that rounding may add before that is a risk.")]
+Prefetch = Annotated[bool, typer.Option("--prefetch", help="Send the next Gram blocks during the recurrence.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 Delay = Annotated[float, typer.Option("--delay-us", help="Microseconds added to every sum: emulates a network.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; times in seconds.")]
 
 
 @contextlib.contextmanager
 def _open_data(
-    data: str, *, comm: str, delay_us: float = 0.0, **options: Any
+    data: str, *, comm: str, device: str = "auto", delay_us: float = 0.0, **options: Any
 ) -> Iterator[tuple["CommandData", "Communicator"]]:
     """The data (``options`` are those of ``read_data``) and the ranks; of bad input on every rank, rank 0 tells."""
-    from precision_time.casgd.command_data import join_ranks, read_data
+    from precision_time.casgd.command_data import join_ranks, place_data, read_data
 
     ranks = join_ranks(comm, delay_us=delay_us)
     try:
-        yield read_data(data, comm=ranks, **options), ranks
+        yield place_data(read_data(data, comm=ranks, **options), device=device, comm=ranks), ranks
     except InputError as error:
         if ranks.rank == 0:
             raise
@@ -83,6 +93,9 @@ def fit(
     batch_size: BatchSize = 32,
     s: Annotated[str, typer.Option(help="Steps between two communications, or auto.")] = "auto",
     precision: Precision = "auto",
+    on_risk: OnRisk = None,
+    largest_excess: LargestExcess = 0.005,
+    prefetch: Prefetch = False,
     max_iter: Annotated[int, typer.Option(help="The most epochs.")] = 200,
     tol: Annotated[float, typer.Option(help="Share of what there is to explain; stop when epochs gain less.")] = 1e-4,
     learning_rate: Annotated[
@@ -93,10 +106,14 @@ def fit(
     intercept: Annotated[bool, typer.Option("--intercept/--no-intercept", help="Whether to learn one.")] = True,
     standardise: Standardise = True,
     seed: Seed = 0,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
+    device: Device = "auto",
     comm: Ranks = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="NumPy file (.npz) for coef and intercept, in the units of the data.")
+        Path | None,
+        typer.Option(
+            help="NumPy file (.npz) for coef and intercept, in the units of the data, and for what was chosen: "
+            "precision, s, predicted_excess."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -115,6 +132,9 @@ def fit(
                 "batch_size": batch_size,
                 "s": _read_s(s),
                 "precision": precision,
+                "on_risk": on_risk,
+                "largest_excess": largest_excess,
+                "prefetch": prefetch,
                 "max_iter": max_iter,
                 "tol": tol,
                 "learning_rate": learning_rate,
@@ -143,8 +163,11 @@ def plan_command(
     alpha: Alpha = 1e-4,
     batch_size: BatchSize = 32,
     precision: Precision = "auto",
+    on_risk: OnRisk = None,
+    prefetch: Prefetch = False,
     standardise: Standardise = True,
     seed: Seed = 0,
+    device: Device = "auto",
     comm: Ranks = "auto",
     delay_us: Delay = 0.0,
     as_json: AsJson = False,
@@ -153,14 +176,17 @@ def plan_command(
     from precision_time.casgd.command_runs import plan_run
 
     with _open_data(
-        data, comm=comm, delay_us=delay_us, objective=objective, n_features=n_features, cache=cache, sparse=sparse,
-        rows=rows, seed=seed, standardise=standardise,
+        data, comm=comm, device=device, delay_us=delay_us, objective=objective, n_features=n_features, cache=cache,
+        sparse=sparse, rows=rows, seed=seed, standardise=standardise,
     ) as (found, ranks):  # fmt: skip
-        made = plan_run(found, comm=ranks, alpha=alpha, batch_size=batch_size, precision=precision, seed=seed)
+        made = plan_run(
+            found, comm=ranks, alpha=alpha, batch_size=batch_size, precision=precision, on_risk=on_risk,
+            prefetch=prefetch, seed=seed,
+        )  # fmt: skip
     if ranks.rank:
         return
     if as_json:
-        typer.echo(json.dumps(made.to_dict(), allow_nan=False))
+        typer.echo(json.dumps(made.to_dict() | {"ranks": ranks.size}, allow_nan=False))
         return
     seconds = f"{made.seconds_per_epoch:.4g} s ({made.low_s:.4g} to {made.high_s:.4g} s at {made.level:.0%})"
     typer.echo(f"s={made.s}, {made.policy.name}, batch size {made.batch_size}: an epoch takes {seconds}")
@@ -182,8 +208,10 @@ def bench(
     precision: Annotated[list[str] | None, typer.Option(help="Repeatable; by default fp32 and recipe.")] = None,
     epochs: Annotated[int, typer.Option(help="Epochs of a run.")] = 1,
     repeats: Annotated[int, typer.Option(help="Runs of each; the fastest counts.")] = 3,
+    prefetch: Prefetch = False,
     standardise: Standardise = True,
     seed: Seed = 0,
+    device: Device = "auto",
     comm: Ranks = "auto",
     delay_us: Delay = 0.0,
     as_json: AsJson = False,
@@ -192,18 +220,19 @@ def bench(
     from precision_time.casgd.command_runs import time_runs
 
     with _open_data(
-        data, comm=comm, delay_us=delay_us, objective=objective, n_features=n_features, cache=cache, sparse=sparse,
-        rows=rows, seed=seed, standardise=standardise,
+        data, comm=comm, device=device, delay_us=delay_us, objective=objective, n_features=n_features, cache=cache,
+        sparse=sparse, rows=rows, seed=seed, standardise=standardise,
     ) as (found, ranks):  # fmt: skip
         timed = time_runs(
             found, comm=ranks, alpha=alpha, s=s or (1, 4, 16), batch_sizes=batch_size or (16,),
             precisions=precision or ("fp32", "recipe"), epochs=epochs, repeats=repeats, seed=seed,
+            prefetch=prefetch,
         )  # fmt: skip
     if ranks.rank:
         return
     if as_json:
         settings = {"data": found.name, "objective": found.objective, "rows": len(found.targets), "ranks": ranks.size,
-                    "columns": found.columns, "delay_us": delay_us, "runs": timed}  # fmt: skip
+                    "columns": found.columns, "delay_us": delay_us, "prefetch": prefetch, "runs": timed}  # fmt: skip
         typer.echo(json.dumps(settings, allow_nan=False))
         return
     emulated = f", {delay_us:g} us added to every sum (emulation)" if delay_us else ""
@@ -253,10 +282,12 @@ def _tell(report: dict[str, Any], *, as_json: bool) -> None:
         f"first step {report['eta0']:.4g}, {report['reductions']} sums over the ranks"
     )
     typer.echo("seconds: " + ", ".join(f"{part} {seconds:.3g}" for part, seconds in report["seconds"].items()))
+    if report["staging"]:
+        typer.echo(f"arrays go between ranks through host memory: {report['staging']}")
     for text in report["warnings"]:
         typer.echo(f"warning: {text}", err=True)
     if report["out"]:
-        typer.echo(f"coef and intercept are in {report['out']}")
+        typer.echo(f"coef, intercept and what was chosen are in {report['out']}")
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

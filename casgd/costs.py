@@ -21,7 +21,8 @@ class Sample:
     """One probe: CA-SGD at one s and batch size, the slowest rank of each repeat.
 
     step_s: seconds of one SGD-equivalent step with each part at its fastest; usual_step_s: the median of the repeats.
-    parts_s: the same by part (problem.PARTS), each the least of all repeats.
+    parts_s: the same by part (problem.PARTS), each the least of all repeats. rounds_s: whole, repeat by repeat; the
+    repeats of all probes were taken in turn.
     features: columns over all ranks; columns: of the rank that owns most; density: the share
     of its entries that are stored (1 if dense).
     """
@@ -39,11 +40,12 @@ class Sample:
     step_s: float
     usual_step_s: float
     parts_s: Mapping[str, float]
+    rounds_s: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """JSON values."""
         content: dict[str, object] = {one.name: getattr(self, one.name) for one in fields(self)}
-        return content | {"parts_s": dict(self.parts_s)}
+        return content | {"parts_s": dict(self.parts_s), "rounds_s": list(self.rounds_s)}
 
 
 def _reduced_bytes(s: int, b: int, word_bytes: int) -> float:

@@ -5,114 +5,71 @@ the step sizes and judges the losses as for NumPy arrays, and waits for the GPU 
 """
 
 import dataclasses
-import importlib
 import itertools
-import math
 import time
-from collections.abc import Mapping
-from functools import lru_cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from precision_time.casgd.arrays import import_cupy, library_of
+from precision_time.casgd.comm import Pending, drain
+from precision_time.casgd.communicator import Done
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.precision import PrecisionPolicy
+from precision_time.casgd.kernels import (
+    WARP,
+    GramProduct,
+    compile_options,
+    largest_block_rows,
+    load_kernels,
+    packed_gram_words,
+    real_type,
+    store_rounded,
+    stored_type,
+)
 from precision_time.casgd.problem import PARTS, Options, Problem, Solution
 from precision_time.casgd.sgd import Epoch, Run
 
-__all__ = ["LAUNCHES", "SOURCE", "DeviceRun", "compile_options", "largest_block_rows", "run_ca_sgd", "run_sgd"]
-
-SOURCE = Path(__file__).with_name("recurrence.cu")
+__all__ = ["LAUNCHES", "DeviceRun", "run_ca_sgd", "run_sgd"]
 
 #: What is started on the device in an outer step, in this order; with one block the first two are left out.
 LAUNCHES = ("gather_rows", "gemm", "margins", "all_reduce", "recurrence", "increment")
 
 _OBJECTIVES = MappingProxyType({"logistic": 0, "squared": 1, "poisson": 2})
-_FORMATS = MappingProxyType({"bf16": 1, "fp16": 2, "tf32": 3, "fp32": 4})
-_ARITHMETIC = ("margin_accumulate", "gram_accumulate", "recurrence", "link", "increment", "weights")
-
-# cublas_api.h, library_types.h: names would have to come from a module that does not import without a GPU.
-_R_32F, _R_64F, _R_16F, _R_16BF = 0, 1, 2, 14
-_COMPUTE_32F, _COMPUTE_64F, _COMPUTE_32F_FAST_TF32 = 68, 70, 77
-_GEMM_DEFAULT = -1
-_TRANSPOSED, _AS_IS = 1, 0
 
 _ALIGNMENT = 8  # columns: tensor cores want leading dimensions that are multiples of it
-_STATIC_SHARED_BYTES = 48 * 1024  # what a kernel may use without asking
-_WARP = 32
 _TIMED_EVERY = 16  # outer steps: events cost about as much as a launch
-_ROWS_AT_ONCE = 2**16  # when features are rounded, to bound the memory of the copy
 
 
-def _real_type(policy: PrecisionPolicy) -> np.dtype[Any]:
-    """float64 if any arithmetic of the policy asks for it, else float32."""
-    return np.dtype(np.float64 if any(getattr(policy, name) == "fp64" for name in _ARITHMETIC) else np.float32)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Block:
+    """The rows of an outer step on the device: their order in ``source``, and the packed buffer they fill."""
 
+    start: int
+    rows: int
+    words: int  # of the Gram, in front of the margins
+    source: Any
+    order: Any
+    packed: Any
 
-def compile_options(policy: PrecisionPolicy) -> tuple[str, ...]:
-    """The macros of recurrence.cu for a policy.
+    @property
+    def gram(self) -> Any:
+        return self.packed[: self.words]
 
-    With FP64 arithmetic the features are rounded to their format and held in float64: cuBLAS multiplies no BF16 into
-    FP64. TF32 features are held in float32.
-
-    Raises:
-        InputError: arithmetic below FP32, or weights that are not FP32 or FP64.
-    """
-    policy.check_executable()
-    if policy.weights not in ("fp32", "fp64"):
-        raise InputError(
-            f"policy {policy.name!r}: weights below fp32 on a GPU", got=policy.weights, expected="fp32 or fp64"
-        )
-    double = _real_type(policy) == np.float64
-
-    def rounding(fmt: str) -> int:
-        held = "fp64" if double else "fp32"
-        return 0 if fmt in (held, "fp64") else _FORMATS[fmt]
-
-    stored = 3 if double else {"bf16": 0, "fp16": 1}.get(policy.x_storage, 2)
-    return (
-        f"-DREAL={'double' if double else 'float'}",
-        f"-DSTORED={stored}",
-        f"-DROUND_FEATURES={rounding(policy.x_storage) if stored >= 2 else 0}",
-        f"-DROUND_GRAM={rounding(policy.gram_storage)}",
-        f"-DROUND_MARGIN={rounding(policy.margin_storage)}",
-    )
-
-
-def largest_block_rows(policy: PrecisionPolicy) -> int:
-    """The largest s b: the coefficients of a block are in the shared memory of the one CTA of the recurrence."""
-    return _STATIC_SHARED_BYTES // _real_type(policy).itemsize - 1024 // _WARP
-
-
-def packed_gram_words(rows: int, b: int) -> int:
-    """Words of the strictly lower blocks of ``rows`` rows in batches of b, the last one perhaps shorter."""
-    block = (rows - 1) // b
-    return block * (block - 1) // 2 * b * b + (rows - block * b) * block * b
-
-
-@lru_cache(maxsize=16)
-def _load_kernels(options: tuple[str, ...], device: int) -> Mapping[str, Any]:
-    """The compiled kernels by name; CuPy keeps the binaries on disk between processes."""
-    del device  # a module belongs to the device it was loaded on
-    module = import_cupy().RawModule(code=SOURCE.read_text(encoding="utf-8"), options=options)
-    names = ("store_float32", "store_float64", "gather_rows", "margins", "recurrence", "increment")
-    return MappingProxyType({name: module.get_function(name) for name in names})
+    @property
+    def margins(self) -> Any:
+        return self.packed[self.words :]
 
 
 class DeviceRun(Run):
     """A run whose features, weights and sb-vectors are on the current device of CuPy.
 
-    ``launched`` has the names of what the last outer step started, at most :data:`LAUNCHES`.
+    ``launched`` has the names of what the last outer step started, at most :data:`LAUNCHES`; with prefetch the Gram is
+    packed and summed by a kernel and a sum of its own.
     """
 
     def __init__(self, problem: Problem, options: Options, *, weights: Any = None, **given: Any) -> None:
         self.cupy = import_cupy()
-        features = problem.features
-        if library_of(features) != "cupy" or not hasattr(features, "data") or hasattr(features, "nnz"):
-            raise InputError("features on a GPU", got=type(features).__name__, expected="a dense CuPy array")
         # The host's part has no columns: it draws batches, checks agreement and judges losses.
         hosted = Problem(
             features=np.empty((problem.rows, 0), dtype=np.float32),
@@ -122,47 +79,39 @@ class DeviceRun(Run):
             sample_weight=problem.sample_weight,
             fit_intercept=problem.fit_intercept,
         )
-        super().__init__(hosted, options, weights=None, **given)
-        policy = options.policy
-        self.real = _real_type(policy)
-        self.kernels = _load_kernels(compile_options(policy), int(self.cupy.cuda.Device().id))
         self.columns = problem.columns
         self.stride = max(1, -(-problem.columns // _ALIGNMENT)) * _ALIGNMENT
-        self.device_features = self._store(features)
-        self.device_weights = self._start_on_device(weights)
+        super().__init__(hosted, options, weights=weights, owned=problem.features, **given)
         self.state = self.cupy.asarray(np.array([self.intercept, 1.0, 0.0]))
         self.launched: list[str] = []
-        self._one, self._zero = np.ones(1, dtype=self.real), np.zeros(1, dtype=self.real)
+        self._timed: list[tuple[str, Any]] | None = None
+        self._marks: list[list[tuple[str, Any]]] = []
 
-    def _stored_type(self) -> np.dtype[Any]:
-        if self.real == np.float64:
-            return np.dtype(np.float64)
-        # BF16 and FP16 as bits: no array library has to know either.
-        return np.dtype(np.uint16 if self.options.policy.x_storage in ("bf16", "fp16") else np.float32)
+    def _start(self, weights: Any) -> np.ndarray:
+        """Fill the device; `Run` calls it where one rank's failure is told to all, so none waits for a rank that left.
 
-    def _store(self, features: Any) -> Any:
-        """The features rounded once, (m, stride); InputError for NaN, infinity and what the format cannot hold."""
-        fmt = self.options.policy.x_storage
-        largest = 65519.99 if fmt == "fp16" else math.inf  # rounds to 65504, the largest finite FP16
-        target = self.cupy.empty((self.m, self.stride), dtype=self._stored_type())
-        for start in range(0, self.m, _ROWS_AT_ONCE):
-            part = features[start : start + _ROWS_AT_ONCE]
-            if part.dtype.name not in ("float32", "float64"):
-                part = part.astype(np.float32)
-            part = self.cupy.ascontiguousarray(part)
-            if part.size:
-                size = float(self.cupy.abs(part).max())
-                if not size < largest:
-                    beyond = "NaN or infinity" if not math.isfinite(size) else f"values past the range of {fmt}"
-                    raise InputError(
-                        f"features hold {beyond}",
-                        got=f"{size:g} in rows {start} to {start + part.shape[0] - 1}",
-                        fix="standardise the columns first, or choose policy 'recipe' or 'fp32'",
-                    )
-            out = target[start : start + part.shape[0]]
-            arguments = (part, np.int64(part.shape[0]), np.int32(self.columns), np.int32(self.stride), out)
-            self.kernels[f"store_{part.dtype.name}"]((-(-out.size // 256),), (256,), arguments)
-        return target
+        The host's part of the weights is empty.
+        """
+        features, policy = self._owned, self.options.policy
+        if library_of(features) != "cupy" or not hasattr(features, "data") or hasattr(features, "nnz"):
+            raise InputError("features on a GPU", got=type(features).__name__, expected="a dense CuPy array")
+        device = int(self.cupy.cuda.Device().id)
+        if int(features.device.id) != device:
+            raise InputError(
+                "the features lie on another GPU than the current one",
+                got=f"GPU {features.device.id}, and GPU {device} is current",
+                fix="call cupy.cuda.Device(i).use() before the features are made",
+            )
+        self.real = real_type(policy)
+        self.kernels = load_kernels(compile_options(policy), device)
+        try:
+            self.device_features = store_rounded(features, kernels=self.kernels, policy=policy, stride=self.stride)
+            self.device_weights = self._start_on_device(weights)
+        except MemoryError as error:  # CuPy's own is one
+            raise InputError(
+                "the features do not fit on the GPU", got=error, fix="more ranks, or a policy that stores less"
+            ) from error
+        return np.empty(0)
 
     def _start_on_device(self, weights: Any) -> Any:
         start = self.cupy.zeros(self.stride, dtype=self.real)
@@ -188,16 +137,20 @@ class DeviceRun(Run):
             ordered = self.importance if epoch.rows is None else self.importance[epoch.rows]
             self._importance = cupy.asarray(ordered.astype(self.real))
         self.state[2:] = 0.0
-        marks: list[list[tuple[str, Any]]] = []
+        self._marks = []
         began = time.perf_counter()
-        for number, start in enumerate(range(0, self.m, block)):
-            timed: list[tuple[str, Any]] | None = [] if number % _TIMED_EVERY == 0 else None
-            self._outer_step(start, min(block, self.m - start), timed)
-            if timed:
-                marks.append(timed)
-        told = self.state.get()  # waits for the device
-        self.intercept, self._loss_sum = float(told[0]), float(told[2])
-        self._share_out(time.perf_counter() - began, marks)
+        spans = [(start, min(block, self.m - start)) for start in range(0, self.m, block)]
+        if self.options.prefetch and s > 1:
+            self._pass_ahead(spans)
+        else:
+            for number, span in enumerate(spans):
+                self._begin_step(number)
+                self._outer_step(*span)
+        # Reading waits for the device without end: first let the sums come to theirs, or to the deadline.
+        drain(self.comm)
+        self.intercept, _, self._loss_sum = self.state.get().tolist()
+        self._share_out(time.perf_counter() - began)
+        self._timed = None
 
     def _prepare(self, block: int, *, with_gram: bool) -> None:
         if getattr(self, "_prepared", None) == block:
@@ -212,51 +165,123 @@ class DeviceRun(Run):
         cupy = self.cupy
         self._identity = cupy.asarray(np.arange(block, dtype=np.int32))
         words = packed_gram_words(block, self.batch_size)
-        self._packed = cupy.empty(words + block, dtype=self.real)
+        slots = 2 if self.options.prefetch and with_gram else 1
+        self._packed = [cupy.empty(words + block, dtype=self.real) for _ in range(slots)]
         self._coefficients = cupy.empty(block, dtype=self.real)
         self._gram = cupy.empty(block * block if with_gram else 1, dtype=self.real)
-        self._block = cupy.empty((block if with_gram else 1, self.stride), dtype=self._stored_type())
+        held = (block if with_gram else 1, self.stride)
+        self._blocks = [cupy.empty(held, dtype=stored_type(self.options.policy)) for _ in range(slots)]
         if with_gram:
-            self._cublas = importlib.import_module("cupy_backends.cuda.libs.cublas")  # fails without a GPU's libraries
+            self._product = GramProduct(cupy, self.options.policy)
         self._prepared = block
 
-    def _outer_step(self, start: int, rows: int, timed: list[tuple[str, Any]] | None) -> None:
-        """Batches ``start`` to ``start + rows`` of the epoch; at most six launches, nothing waits for the device."""
+    def _begin_step(self, number: int) -> None:
         self.launched = []
-        b, stride = np.int32(self.batch_size), np.int32(self.stride)
-        words = packed_gram_words(rows, self.batch_size)
-        order = self._order[start : start + rows]
-        source = self.device_features
-        self._mark("start", timed)
-        if rows > self.batch_size:
-            self._launch("gather_rows", (rows,), (128,), (source, order, stride, self._block))
-            self._mark("gather", timed)
-            source, order = self._block, self._identity
-            self._multiply(rows)
-        itemsize = self.real.itemsize
-        self._launch(
-            "margins",
-            (rows,),
-            (128,),
-            (source, order, self.device_weights, stride, self._gram, b, np.int64(words), self._packed),
-            shared_mem=128 // _WARP * itemsize,
-        )
-        self._mark("gram", timed)
+        self._timed = [] if number % _TIMED_EVERY == 0 else None
+        if self._timed is not None:
+            self._marks.append(self._timed)
+        self._mark("start")
+
+    def _outer_step(self, start: int, rows: int) -> None:
+        """Batches ``start`` to ``start + rows`` of the epoch; at most six launches, nothing waits for the device."""
+        block = self._form(start, rows, 0)
+        self._fill(block, gram=True, margins=True)
+        self._mark("gram")
         if self.comm.size > 1:
             self.launched.append("all_reduce")
-        self.comm.sum(self._packed[: words + rows])
-        self._mark("communicate", timed)
+        self.comm.sum(block.packed)
+        self._mark("communicate")
+        self._finish_step(block)
+
+    def _pass_ahead(self, spans: list[tuple[int, int]]) -> None:
+        """The outer steps of an epoch, each one's Gram summed while the step before it is in its recurrence.
+
+        As in ca_sgd.py: the margins are under way while the next Gram is formed. Two slots alternate; all kernels are
+        on one stream, and a communicator that has a stream of its own makes that one wait for the other.
+        """
+        self._begin_step(0)
+        ahead = self._form_ahead(*spans[0], 0)
+        pending = self._start_sum(ahead.gram)
+        for number in range(len(spans)):
+            if number:
+                self._begin_step(number)
+            block, more = ahead, number + 1 < len(spans)
+            self._fill(block, gram=False, margins=True)
+            self._mark("recurrence")
+            margins = self._start_sum(block.margins)
+            if more:
+                ahead = self._form_ahead(*spans[number + 1], (number + 1) % 2)
+            pending.wait()
+            margins.wait()
+            self._mark("communicate")
+            if more:
+                pending = self._start_sum(ahead.gram)
+            self._finish_step(block)
+
+    def _form_ahead(self, start: int, rows: int, slot: int) -> _Block:
+        block = self._form(start, rows, slot)
+        if block.words:
+            self._fill(block, gram=True, margins=False)
+            self._mark("gram")
+        return block
+
+    def _start_sum(self, buffer: Any) -> Pending:
+        if not buffer.size:
+            return Done()
+        if self.comm.size > 1:
+            self.launched.append("all_reduce")
+        return self.comm.start_sum(buffer)
+
+    def _form(self, start: int, rows: int, slot: int) -> _Block:
+        """The rows where they are; of more than one batch, a copy of them and its Gram."""
+        order, source = self._order[start : start + rows], self.device_features
+        words = packed_gram_words(rows, self.batch_size)
+        if words:
+            copy = self._blocks[slot]
+            self._launch("gather_rows", (rows,), (128,), (source, order, np.int32(self.stride), copy))
+            self._mark("gather")
+            source, order = copy, self._identity
+            self._product.run(copy, rows, self._gram)
+            self.launched.append("gemm")
+        return _Block(start, rows, words, source, order, self._packed[slot][: words + rows])
+
+    def _fill(self, block: _Block, *, gram: bool, margins: bool) -> None:
+        """Put the Gram, the margins or both into the packed buffer, by one kernel.
+
+        Told that the rows have no columns it makes no margins (zeros, which the next call replaces), and told that all
+        rows are one batch it packs no Gram.
+        """
+        self._launch(
+            "margins",
+            (block.rows,),
+            (128,),
+            (
+                block.source,
+                block.order,
+                self.device_weights,
+                np.int32(self.stride if margins else 0),
+                self._gram,
+                np.int32(self.batch_size if gram else block.rows),
+                np.int64(block.words),
+                block.packed,
+            ),
+            shared_mem=128 // WARP * self.real.itemsize,
+        )
+
+    def _finish_step(self, block: _Block) -> None:
+        """Recurrence and update, from summed Gram and margins."""
+        start, rows, itemsize = block.start, block.rows, self.real.itemsize
         # A warp a row; a batch of 32 rows or more keeps all of a CTA busy.
-        threads = _WARP * min(32, max(4, self.batch_size))
+        threads = WARP * min(32, max(4, self.batch_size))
         self._launch(
             "recurrence",
             (1,),
             (threads,),
             (
-                self._packed,
-                np.int64(words),
+                block.packed,
+                np.int64(block.words),
                 np.int32(rows),
-                b,
+                np.int32(self.batch_size),
                 self._targets[start : start + rows],
                 self._scales[start : start + rows],
                 self._importance if self.importance is None else self._importance[start : start + rows],
@@ -267,56 +292,41 @@ class DeviceRun(Run):
                 self._coefficients,
                 self.state,
             ),
-            shared_mem=(rows + threads // _WARP) * itemsize,
+            shared_mem=(rows + threads // WARP) * itemsize,
         )
-        self._mark("recurrence", timed)
+        self._mark("recurrence")
         strips = min(32, max(1, rows // 8))
         self._launch(
             "increment",
-            (-(-self.stride // _WARP),),
-            (_WARP, strips),
-            (source, order, self._coefficients, self.state, np.int32(rows), stride, self.device_weights),
-            shared_mem=_WARP * strips * itemsize,
+            (-(-self.stride // WARP),),
+            (WARP, strips),
+            (
+                block.source,
+                block.order,
+                self._coefficients,
+                self.state,
+                np.int32(rows),
+                np.int32(self.stride),
+                self.device_weights,
+            ),
+            shared_mem=WARP * strips * itemsize,
         )
-        self._mark("update", timed)
+        self._mark("update")
 
     def _launch(self, name: str, grid: tuple[int, ...], block: tuple[int, ...], arguments: Any, **more: int) -> None:
         self.kernels[name](grid, block, arguments, **more)
         self.launched.append(name)
 
-    def _multiply(self, rows: int) -> None:
-        """gram = Y Y^T for the gathered block Y (rows, stride), summed in REAL.
-
-        cuBLAS counts columns first, so Y in rows is Y^T there: op T times op N gives Y Y^T, and a symmetric result has
-        no order. ``cupy.matmul`` would round the sums of BF16 products to BF16.
-        """
-        kind, result, compute = _R_32F, _R_32F, _COMPUTE_32F
-        x_storage = self.options.policy.x_storage
-        if self.real == np.float64:
-            kind, result, compute = _R_64F, _R_64F, _COMPUTE_64F
-        elif x_storage in ("bf16", "fp16"):
-            kind = _R_16BF if x_storage == "bf16" else _R_16F
-        elif x_storage == "tf32":
-            compute = _COMPUTE_32F_FAST_TF32
-        y, n = self._block.data.ptr, self.stride
-        handle, one, zero = self.cupy.cuda.Device().cublas_handle, self._one.ctypes.data, self._zero.ctypes.data
-        self._cublas.gemmEx(
-            *(handle, _TRANSPOSED, _AS_IS, rows, rows, n),
-            *(one, y, kind, n, y, kind, n),
-            *(zero, self._gram.data.ptr, result, rows, compute, _GEMM_DEFAULT),
-        )
-        self.launched.append("gemm")
-
-    def _mark(self, part: str, timed: list[tuple[str, Any]] | None) -> None:
-        if timed is not None:
+    def _mark(self, part: str) -> None:
+        if self._timed is not None:
             event = self.cupy.cuda.Event()
             event.record()
-            timed.append((part, event))
+            self._timed.append((part, event))
 
-    def _share_out(self, elapsed_s: float, marks: list[list[tuple[str, Any]]]) -> None:
+    def _share_out(self, elapsed_s: float) -> None:
         """The wall seconds of an epoch among the parts, as the events of every sixteenth outer step divide them."""
         spent = dict.fromkeys(PARTS, 0.0)
-        for timed in marks:
+        for timed in self._marks:
             for (_, before), (part, after) in itertools.pairwise(timed):
                 spent[part] += float(self.cupy.cuda.get_elapsed_time(before, after))
         total = sum(spent.values())
@@ -345,8 +355,9 @@ def run_ca_sgd(
 ) -> Solution:
     """CA-SGD on features that are a dense CuPy array; see :func:`precision_time.casgd.ca_sgd.run_ca_sgd`.
 
-    The solution's weights are on the host. ``options.prefetch`` plays no part here. ``seconds`` are wall seconds of
-    the epochs, divided among the parts as events of some outer steps tell.
+    The solution's weights are on the host. ``seconds`` are wall seconds of the epochs, divided among the parts as
+    events of some outer steps tell. ``options.prefetch`` needs a second copy of a block and of its packed buffer, and
+    two launches more, a packing and a sum, in an outer step.
 
     Raises:
         InputError: features that are sparse or out of range, s b above `largest_block_rows`, a policy that this back

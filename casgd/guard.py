@@ -1,4 +1,4 @@
-"""Before training, on one batch: does a precision policy suit the data, and which one does if it does not."""
+"""On one batch: does a precision policy suit the data, and which one does if it does not."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from precision_time.casgd.arrays import import_cupy, library_of
 from precision_time.casgd.batch_fit import BatchFit, fit_batch, margin_fit
 from precision_time.casgd.bounds import check_accumulators
-from precision_time.casgd.comm import Communicator, find_communicator
+from precision_time.casgd.comm import Communicator, drain, find_communicator
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.excess import U_RMS, margin_errors, to_host
 from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, PrecisionPolicy
@@ -25,9 +25,10 @@ _STEP_NOISE = 0.4
 # Column scales further apart than this, or means this many deviations away from zero, are called unscaled.
 _SCALE_RATIO, _OFFSET_RATIO = 1e3, 10.0
 # The loss at the optimum shows once there are two rows a column; four are better, and more than 768 take too long to
-# fit (a Newton step is a solve of that size). With more columns than that allows, a small batch is as good as any.
+# fit (a Newton step is a solve of that size). With more columns than that allows it does not show in any batch: a small
+# one is as good for the rest.
 _POWER_STEPS = 30
-_ROWS_PER_COLUMN, _FEWEST_ROWS, _MOST_ROWS = 4, 256, 768
+_ROWS_PER_COLUMN, _NEEDED_ROWS_PER_COLUMN, _FEWEST_ROWS, _MOST_ROWS = 4, 2, 256, 768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,13 @@ class Verdict:
     policy: to train with. requested: what was asked for.
     warnings: why ``requested`` is a risk, then advice on the data and the step; empty when nothing was found.
     step_warning: the one of ``warnings`` that says that the first step is above the stability limit; else empty.
-    predicted_excess: of ``policy``, as a share of the loss; zero for a policy without anything below fp32.
+    unjudged_warning: the one that says that the excess cannot be judged before training; else empty.
+    predicted_excess: of ``policy``, as a share of the loss, both on the rounded features; zero for a policy without
+        anything below fp32, NaN where it cannot be judged.
     requested_excess: the same of ``requested``.
     step_deviation: how far the loss of a single run may lie from that of FP32 because the last step is not small, as a
-        share of the loss, of ``policy``; either sign.
-    loss: estimated at the optimum, above that of the saturated model.
+        share of the loss, of ``policy``; either sign; NaN where it cannot be judged.
+    loss: at the given weights, or estimated at the optimum, above that of the saturated model; NaN likewise.
     first_step, last_step: as shares of the stability limit (`choose_policy`).
     rows: how many the estimates rest on; zero when nothing had to be estimated.
     """
@@ -50,6 +53,7 @@ class Verdict:
     requested: PrecisionPolicy
     warnings: tuple[str, ...] = ()
     step_warning: str = ""
+    unjudged_warning: str = ""
     predicted_excess: float = 0.0
     requested_excess: float = 0.0
     step_deviation: float = 0.0
@@ -131,6 +135,7 @@ def _sum_over_ranks(comm: Communicator, parts: Sequence[np.ndarray], features: A
     if library_of(features) == "cupy":  # NCCL sums nothing else
         buffer = import_cupy().asarray(buffer)
     comm.sum(buffer)
+    drain(comm)
     host = buffer if isinstance(buffer, np.ndarray) else buffer.get()
     pieces = np.split(host, np.cumsum([part.size for part in parts])[:-1])
     return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
@@ -142,17 +147,25 @@ class _Findings:
 
     columns: _Columns
     fit: BatchFit
+    can_judge: bool
     errors: Mapping[str, np.ndarray]
     largest_square: float
     first_step: float
     last_step: float
 
     def excess(self, policy: PrecisionPolicy) -> float:
-        """1/2 mean phi'' (features + margin rounding), as a share of the loss."""
-        moved = self.errors[policy.x_storage] + np.square(U_RMS[policy.margin_storage] * self.fit.margins)
+        """1/2 mean phi'' (features + margin rounding), as a share of the loss; NaN where the loss is not known."""
+        moved = np.zeros_like(self.fit.margins)
+        # What rounds as fp32 does or less is no excess over fp32, however small the loss.
+        if ROUNDOFF[policy.x_storage] > ROUNDOFF["fp32"]:
+            moved += self.errors[policy.x_storage]
+        if ROUNDOFF[policy.margin_storage] > ROUNDOFF["fp32"]:
+            moved += np.square(U_RMS[policy.margin_storage] * self.fit.margins)
         added = float(np.mean(self.fit.curvature * moved)) / 2
         if added == 0:
             return 0.0
+        if not self.can_judge:
+            return math.nan
         return added / self.fit.loss if self.fit.loss > 0 else math.inf
 
     def deviation(self, policy: PrecisionPolicy) -> float:
@@ -172,8 +185,8 @@ class _Findings:
         excess, deviation = self.excess(policy), self.deviation(policy)
         if excess > largest_excess:
             found.append(
-                f"near interpolation: rounding to {policy.name} is predicted to add {excess:.2%} of the loss "
-                f"(limit {largest_excess:.2%})"
+                f"near interpolation: rounding to {policy.name} is predicted to add {excess:.2%} to the loss on the "
+                f"rounded features (limit {largest_excess:.2%}; on the original features it adds less)"
             )
         elif deviation > largest_excess:
             found.append(
@@ -223,7 +236,14 @@ def _sharpness(gram: np.ndarray, curvature: np.ndarray, batch_size: int) -> floa
 
 
 def _look(
-    problem: Problem, options: Options, comm: Communicator, formats: set[str], rows: int, start: Any
+    problem: Problem,
+    options: Options,
+    comm: Communicator,
+    *,
+    columns_of_all: int,
+    formats: set[str],
+    rows: int,
+    start: Any,
 ) -> _Findings:
     """Sample ``rows`` rows, fit them or take the weights of ``start``, and size up what rounding does to them."""
     # The same rows on every rank; spread over all of them, since files come sorted.
@@ -261,6 +281,7 @@ def _look(
         columns=columns,
         fit=fit,
         errors=dict(zip(names, errors, strict=True)),
+        can_judge=start is not None or rows >= _NEEDED_ROWS_PER_COLUMN * columns_of_all,
         largest_square=float(np.max(np.diag(gram))),
         first_step=first_rate * sharpest / 2,
         last_step=last_rate * sharpest / 2,
@@ -299,8 +320,9 @@ def choose_policy(
     The estimates are made at ``weights`` (n_local,) and ``intercept``, or without them at the optimum of one batch of
     ``sample_rows`` rows (four a column, 256 to 768, drawn at random), found in float64 from its Gram matrix. A batch
     with fewer than two rows a column (above 384 columns, unless ``sample_rows`` says more) cannot show that the data
-    nearly interpolate. Two sums and one or two gatherings over the ranks; none for a policy without anything below
-    fp32, which is never a risk.
+    nearly interpolate: the verdict then says so, and leaves the excess open. Ask again with the weights of a few
+    epochs, as `guarded_training` does. Two sums and one or two gatherings over the ranks; none for a policy without
+    anything below fp32, which is never a risk.
 
     Raises:
         InputError: a risk with ``raise``; an accumulator below fp32 whose bound is too large (whatever ``on_risk``);
@@ -316,35 +338,43 @@ def choose_policy(
     check_accumulators(policy, columns=max(columns), block_rows=options.s * options.batch_size)
     rows = min(problem.rows, sample_rows or _rows_wanted(sum(columns)))
     candidates = _candidates(policy)
-    start = None if weights is None else (weights, intercept)
-    seen = _look(problem, options, ranks, formats={one.x_storage for one in candidates}, rows=rows, start=start)
+    seen = _look(
+        problem, options, ranks, columns_of_all=sum(columns), formats={one.x_storage for one in candidates}, rows=rows,
+        start=None if weights is None else (weights, intercept),
+    )  # fmt: skip
     risks = [seen.risks(candidate, largest_excess=largest_excess) for candidate in candidates]
-    if risks[0] and on_risk == "raise":
+    level = next((i for i, found in enumerate(risks) if not found), len(candidates) - 1)
+    # Ranks on different processors may differ in the last bit of a number that sits on a limit.
+    level = max(ranks.gather(level))
+    if level and on_risk == "raise":
         raise InputError(
-            f"policy {policy.name!r} does not suit the data", got="; ".join(risks[0]),
+            f"policy {policy.name!r} does not suit the data", got="; ".join(risks[0]) or "another rank found a risk",
             expected=f"at most {largest_excess:.2%} of the loss", fix="let the guard fall back, or choose fp32",
         )  # fmt: skip
-    level = 0
-    if on_risk == "fallback":
-        level = next((i for i, found in enumerate(risks) if not found), len(candidates) - 1)
-        # Ranks on different processors may differ in the last bit of a number that sits on a limit.
-        level = max(ranks.gather(level))
+    level = level if on_risk == "fallback" else 0
     chosen = candidates[level]
-    step_warning = seen.step_warning()
+    step_warning, unjudged_warning = seen.step_warning(), ""
+    if math.isnan(seen.excess(policy)):
+        unjudged_warning = (
+            f"what rounding to {policy.name} adds to the loss cannot be judged before training: a sample of {rows} "
+            f"rows for {sum(columns)} columns, and it takes {_NEEDED_ROWS_PER_COLUMN} rows a column"
+        )
     return Verdict(
         policy=chosen,
         requested=policy,
         warnings=(
             *risks[0],
             *(risks[level] if level else ()),
+            *([unjudged_warning] if unjudged_warning else []),
             *seen.advice(),
             *([step_warning] if step_warning else []),
         ),
         step_warning=step_warning,
+        unjudged_warning=unjudged_warning,
         predicted_excess=seen.excess(chosen),
         requested_excess=seen.excess(policy),
         step_deviation=seen.deviation(chosen),
-        loss=seen.fit.loss,
+        loss=seen.fit.loss if seen.can_judge else math.nan,
         first_step=seen.first_step,
         last_step=seen.last_step,
         rows=rows,

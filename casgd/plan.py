@@ -9,19 +9,17 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
-from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import Communicator, OneProcess, check_agreement, find_communicator
+from precision_time.casgd.comm import OneProcess, check_agreement, find_communicator
 from precision_time.casgd.costs import Costs, Sample, fit_costs
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.guard import choose_policy
 from precision_time.casgd.precision import PrecisionPolicy
-from precision_time.casgd.problem import PARTS, Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.probes import Probes
+from precision_time.casgd.problem import Options, Problem
 
 __all__ = ["Plan", "Sample", "plan"]
 
@@ -31,8 +29,8 @@ _LEAST_GAIN = 0.05
 _TIE = 0.01
 #: Costs that miss their own probes by more than this share, on average, choose nothing.
 _LARGEST_ERROR = 0.15
-_PROBES = 13  # at most: seven s, and two other batch sizes with up to three each
-_FEWEST_REPEATS, _MOST_REPEATS = 3, 10
+#: The factor about a prediction that rests on a first look alone.
+_FIRST_LOOK_SPREAD = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,8 @@ class Plan:
     speedup: predicted, over plain SGD (s = 1).
     best_s: the unrounded sqrt(A/C); infinite where nothing grows with s, 1 on one process.
     error: the mean absolute relative error of the fit on its own probes.
-    reasons: sentences for people.
+    prefetch: whether the probes sent the next Gram ahead (``options.prefetch``), as a run of this plan then should.
+    reasons: sentences for people. warning: the one of them that says that the probes were no good; else empty.
     """
 
     s: int
@@ -65,7 +64,9 @@ class Plan:
     costs: Costs
     error: float
     samples: tuple[Sample, ...]
+    prefetch: bool
     reasons: tuple[str, ...]
+    warning: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """JSON values: the choice, the prediction, what was fitted and the samples."""
@@ -90,20 +91,26 @@ def plan(
     memory_bytes: int = 2**28,
     outer_steps: int = 20,
     budget_s: float = 1.5,
+    budget_share: float | None = None,
     level: float = 0.9,
 ) -> Plan:
     """Time about a dozen short runs, fit their costs, and choose s for ``options.batch_size``.
 
     Every rank of ``comm`` calls it with its own columns; all of them choose alike, because they decide from the same
-    gathered seconds. ``options.s`` and ``options.epochs`` do not matter, and the weights of a probe are thrown away.
-    On one process (``comm`` None or OneProcess) s is 1: there is no communication to avoid, and only plain SGD is
-    timed. A DelayedCommunicator counts as a network.
+    gathered seconds. ``options.s`` does not matter, and the weights of a probe are thrown away. On one process
+    (``comm`` None or OneProcess) s is 1: there is no communication to avoid, and only plain SGD is timed. A
+    DelayedCommunicator counts as a network.
 
     on_risk: if given, ``guard.choose_policy`` is asked first, and its policy is probed and returned.
     largest_s, memory_bytes: limits on s; the Gram and its buffer take 2 (s b)^2 words.
-    outer_steps: of a repeat of a probe, which has three to ten repeats; fewer steps where the ``budget_s`` seconds of
-        all probes would not do.
+    outer_steps: of a round of a probe, which has three to ten rounds; fewer steps where the ``budget_s`` seconds of all
+        probes would not do.
+    budget_share: if given, planning may take no more than this share of what ``options.epochs`` epochs of plain SGD
+        are expected to take; where that is too little to plan, s is 1.
     level: of the interval.
+
+    Probes take turns, so that a slow spell of the machine meets all of them. Where their costs do not fit, as many
+    rounds follow; where they still do not, s is 1 unless another was faster in every round.
 
     Probes run on the first rows: features that fill no cache in a probe and overflow it in an epoch gather slower
     than predicted.
@@ -126,21 +133,35 @@ def plan(
         verdict = choose_policy(problem, options, comm=communicator, on_risk=on_risk)
         if verdict.policy != options.policy:
             reasons.append(f"policy {verdict.policy.name} instead of {options.policy.name}: {verdict.warnings[0]}")
+        else:
+            reasons += [text for text in verdict.warnings if text != verdict.step_warning]
         options = dataclasses.replace(options, policy=verdict.policy)
     word_bytes = 8 if options.policy.gram_accumulate == "fp64" else 4
     alone = isinstance(communicator, OneProcess)
     limit = 1 if alone else _largest_block(problem, options, largest_s, memory_bytes, word_bytes)
-    probes = _Probes(problem, options, communicator, outer_steps=outer_steps, budget_s=budget_s)
-    samples = tuple(probes.run_grid(limit))
+    probes = Probes(problem, options, communicator, outer_steps=outer_steps)
+    if alone:
+        reasons.append("one process: no communication to avoid, s = 1")
+    if limit > 1 and budget_share is not None:
+        steps = options.epochs * math.ceil(problem.rows / options.batch_size)
+        budget_s = min(budget_s, budget_share * steps * probes.sgd_step_s)
+        if probes.least_s(limit) > budget_s:
+            reasons.append(
+                f"planning takes {probes.least_s(limit):.2g} s at least, and may take {budget_share:.0%} of the "
+                f"{steps * probes.sgd_step_s:.2g} s that training is expected to take at most: s = 1"
+            )
+            return _decide(
+                probes.samples(), problem=problem, options=options, word_bytes=word_bytes, limit=1, level=level,
+                reasons=reasons,
+            )  # fmt: skip
+    probes.open_grid(limit)
+    probes.run_rounds(budget_s / 2)
+    if limit > 1 and _fit(probes.samples(), word_bytes)[1] > _LARGEST_ERROR:
+        probes.run_rounds(budget_s / 2)
     return _decide(
-        samples,
-        problem=problem,
-        options=options,
-        costs=fit_costs(samples, word_bytes=word_bytes),
-        limit=limit,
-        level=level,
-        reasons=[*reasons, *(["one process: no communication to avoid, s = 1"] if alone else [])],
-    )
+        probes.samples(), problem=problem, options=options, word_bytes=word_bytes, limit=limit, level=level,
+        reasons=reasons,
+    )  # fmt: skip
 
 
 def _largest_block(problem: Problem, options: Options, largest_s: int, memory_bytes: int, word_bytes: int) -> int:
@@ -152,82 +173,18 @@ def _largest_block(problem: Problem, options: Options, largest_s: int, memory_by
     return s
 
 
-class _Probes:
-    """Short runs on the first rows; their counts follow from gathered seconds, so all ranks make the same calls."""
+def _fit(samples: Sequence[Sample], word_bytes: int) -> tuple[Costs, float, list[float]]:
+    """The costs, by how much they miss the samples on average, and measured over predicted of each."""
+    costs = fit_costs(samples, word_bytes=word_bytes)
+    stored = samples[0].columns * samples[0].density
+    ratios = [one.step_s / costs.predict_step_s(one.s, one.batch_size, stored_columns=stored) for one in samples]
+    return costs, statistics.fmean(abs(1 / one - 1) for one in ratios), ratios
 
-    def __init__(
-        self, problem: Problem, options: Options, comm: Communicator, *, outer_steps: int, budget_s: float
-    ) -> None:
-        self._problem, self._comm = problem, comm
-        self._outer_steps, self._budget_s = outer_steps, budget_s
-        # Times do not depend on the step sizes; tiny ones cannot overflow.
-        self._options = dataclasses.replace(options, schedule=Schedule(kind="constant", eta0=1e-6), tol=None)
-        stored = getattr(problem.features, "nnz", None)
-        entries = problem.rows * max(problem.columns, 1)
-        shapes = comm.gather([problem.columns, 1.0 if stored is None else stored / entries])
-        self._features = sum(int(one[0]) for one in shapes)
-        self._columns, self._density = (float(value) for value in max(shapes, key=lambda one: one[0] * one[1]))
 
-    def run_grid(self, limit: int) -> list[Sample]:
-        """s = 1, 2, 4, .. at the batch size until it only gets slower, then a few s at a smaller and a larger one."""
-        b = min(self._options.batch_size, self._problem.rows)
-        powers = [2**k for k in range(limit.bit_length())]
-        samples: list[Sample] = []
-        for s in powers:
-            samples.append(self._run(s, b))
-            if samples[-1].step_s > 2 * min(one.step_s for one in samples):
-                break
-        reached = samples[-1].s
-        for other in (max(1, b // 4), min(2 * b, self._problem.rows)):
-            wanted = (1, 4, 16) if other < b else (1, 4)
-            rows = self._problem.rows
-            samples += [self._run(s, other) for s in wanted if other != b and s <= reached and s * other <= rows]
-        return samples
-
-    def _run(self, s: int, b: int) -> Sample:
-        first, _ = self._time(s, b, 1)  # also warms up
-        share_s = self._budget_s / _PROBES
-        affordable = int(share_s / max(first * s, 1e-9))  # outer steps
-        count = max(1, min(self._outer_steps, affordable // _FEWEST_REPEATS))
-        times = max(_FEWEST_REPEATS, min(_MOST_REPEATS, affordable // count))
-        repeats = [self._time(s, b, count) for _ in range(times)]
-        # Each part at its fastest: what else runs on the machine rarely hits the same part in every repeat.
-        parts_s = {part: min(parts[part] for _, parts in repeats) for part in PARTS}
-        return Sample(
-            objective=self._problem.objective.name,
-            policy=self._options.policy.name,
-            rows=self._problem.rows,
-            features=self._features,
-            columns=int(self._columns),
-            density=self._density,
-            ranks=self._comm.size,
-            s=s,
-            batch_size=b,
-            outer_steps=count * times,
-            step_s=sum(parts_s.values()),
-            usual_step_s=statistics.median(step_s for step_s, _ in repeats),
-            parts_s=MappingProxyType(parts_s),
-        )
-
-    def _time(self, s: int, b: int, outer_steps: int) -> tuple[float, dict[str, float]]:
-        """Seconds of a step of the slowest rank, whole and by part."""
-        block = s * b
-        rows = min(outer_steps, self._problem.rows // block) * block
-        weights = self._problem.sample_weight
-        part = dataclasses.replace(
-            self._problem,
-            features=self._problem.features[:rows],
-            targets=np.asarray(self._problem.targets)[:rows],
-            sample_weight=None if weights is None else np.asarray(weights)[:rows],
-        )
-        epochs = math.ceil(outer_steps * block / rows)
-        run = dataclasses.replace(self._options, s=s, batch_size=b, epochs=epochs)
-        self._comm.barrier()
-        solution = run_ca_sgd(part, run, comm=self._comm)
-        mine = {name: solution.seconds[name] / max(solution.steps, 1) for name in PARTS}
-        everyone = self._comm.gather(mine)
-        slowest = max(everyone, key=lambda one: sum(one.values()))
-        return sum(slowest.values()), {name: slowest[name] for name in PARTS}
+def _share_of_wins(sample: Sample, plain: Sample) -> float:
+    """The share of the rounds in which ``sample`` was faster than ``plain`` by as much as is worth it."""
+    wins = [ours < theirs * (1 - _LEAST_GAIN) for ours, theirs in zip(sample.rounds_s, plain.rounds_s, strict=True)]
+    return statistics.fmean(wins)
 
 
 def _decide(
@@ -235,30 +192,43 @@ def _decide(
     *,
     problem: Problem,
     options: Options,
-    costs: Costs,
+    word_bytes: int,
     limit: int,
     level: float,
     reasons: list[str],
 ) -> Plan:
     b = min(options.batch_size, problem.rows)
     stored = samples[0].columns * samples[0].density
-    reached = max(one.s for one in samples if one.batch_size == b)
-    ratios = [one.step_s / costs.predict_step_s(one.s, one.batch_size, stored_columns=stored) for one in samples]
-    error = statistics.fmean(abs(1 / one - 1) for one in ratios)
+    probed = {one.s: one for one in samples if one.batch_size == b}
+    reached = max(probed)
+    costs, error, ratios = _fit(samples, word_bytes)
+    warning = ""
     # What a run usually takes above its fastest parts: an epoch has no fastest of many.
     usual = statistics.median(one.usual_step_s / one.step_s for one in samples)
     if error <= _LARGEST_ERROR:
         powers = (2**k for k in range(limit.bit_length()))
         by_s = {s: usual * costs.predict_step_s(s, b, stored_columns=stored) for s in powers if s <= reached}
     else:
-        by_s = {one.s: one.usual_step_s for one in samples if one.batch_size == b}
-        reasons.append(f"costs miss the probes by {error:.0%} (a library that changes its protocol with the message")
-        reasons[-1] += " does that): the choice and the time are those of the fastest probe"
+        by_s = {s: one.usual_step_s for s, one in probed.items()}
+        warning = (
+            f"costs miss the probes by {error:.0%}, as on a busy machine, or with a library that changes its protocol "
+            "with the message: s is 1 unless another was faster in every round of probes"
+        )
+        reasons.append(warning)
     fastest = min(by_s.values())
     s = min(s for s, seconds in by_s.items() if seconds <= fastest * (1 + _TIE))
     gain = 1 - by_s[s] / by_s[1]
     if s > 1 and gain < _LEAST_GAIN:
         reasons.append(f"s = {s} would save {gain:.1%} of the time, under {_LEAST_GAIN:.0%}: s = 1")
+        s = 1
+    if s > 1 and warning:
+        # A gain that no costs explain must show whatever else ran on the machine.
+        wins = _share_of_wins(probed[s], probed[1])
+        if wins < 1:
+            reasons.append(f"s = {s} was faster by {_LEAST_GAIN:.0%} in {wins:.0%} of the rounds only: s = 1")
+            s = 1
+    elif s > 1 and probed[s].step_s > probed[1].step_s * (1 - _LEAST_GAIN):
+        reasons.append(f"s = {s} is predicted to be faster, and its own probe was not by {_LEAST_GAIN:.0%}: s = 1")
         s = 1
     unrounded = 1.0 if limit == 1 else costs.best_s(b, stored_columns=stored)
     if limit > 1:
@@ -267,7 +237,7 @@ def _decide(
         reasons.append(f"an AllReduce costs {costs.alpha_s * 1e6:.1f} us and {costs.beta_s_per_byte * 1e9:.2f} ns/byte")
     steps = math.ceil(problem.rows / b)
     seconds = steps * by_s[s]
-    spread = _spread(ratios, level=level)
+    spread = _spread(ratios, level=level) if len(samples) > 1 else _FIRST_LOOK_SPREAD
     return Plan(
         s=s,
         policy=options.policy,
@@ -286,7 +256,9 @@ def _decide(
         costs=costs,
         error=error,
         samples=tuple(samples),
+        prefetch=options.prefetch,
         reasons=tuple(reasons),
+        warning=warning,
     )
 
 

@@ -88,7 +88,8 @@ class Options:
     seed: of the shuffling, the same on every rank.
     policy: the precision choices, or the name of a policy.
     tol: stop when the loss of an epoch has not fallen by ``tol`` below the best for ``n_iter_no_change`` epochs;
-        None runs them all. The loss is that of the margins as the steps saw them: no data pass, no communication.
+        None runs them all. The loss is that of the margins as the steps saw them: no data pass. Rank 0 decides.
+    earlier_losses: of the epochs of an earlier part of the run, which count for ``tol``.
     prefetch: communicate the Gram blocks of the next outer step during this one's recurrence (two messages in place
         of one, the large one hidden where the communicator is non-blocking).
 
@@ -106,6 +107,7 @@ class Options:
     tol: float | None = None
     n_iter_no_change: int = 5
     prefetch: bool = False
+    earlier_losses: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("s", "batch_size", "n_iter_no_change"):

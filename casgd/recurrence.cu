@@ -1,4 +1,4 @@
-// The kernels of an outer step of CA-SGD on a GPU; gpu.py compiles and launches them, five launches with its GEMM.
+// The kernels of an outer step of CA-SGD on a GPU; gpu.py launches them, five launches with its GEMM.
 //
 // Set by the compiler: REAL (float or double: arithmetic, Gram, margins, weights); STORED (0 bfloat16, 1 float16,
 // 2 float32, 3 float64: the type of the features) and, as formats 0 that of the type, 1 bfloat16, 2 float16, 3 TF32,

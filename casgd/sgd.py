@@ -1,6 +1,7 @@
 """Mini-batch SGD in column layout, one sum over ranks a step: the baseline, and what s = 1 means."""
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,12 +11,15 @@ import numpy as np
 
 from precision_time.casgd.arrays import Features, library_of, store_features, work_type
 from precision_time.casgd.comm import Communicator, check_agreement, find_communicator
-from precision_time.casgd.errors import InputError
+from precision_time.casgd.errors import CommunicationError, InputError
 from precision_time.casgd.gram import round_in_place
-from precision_time.casgd.precision import carrier
+from precision_time.casgd.precision import ROUNDOFF, carrier
 from precision_time.casgd.problem import PARTS, Options, Problem, Solution, batch_order
 
 __all__ = ["Epoch", "Run", "cut", "run_sgd"]
+
+# What ranks hold alike may differ by so many roundoffs: processors of two kinds round exp differently in the last bit.
+_DRIFT_ROUNDOFFS = 2.0**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,9 @@ class Run:
     """What plain and communication-avoiding SGD share: types, stored features, epochs, early stopping, clocks.
 
     The arithmetic is at least as exact as the policy says: ``work`` is the type of all products with the features,
-    ``recurrence`` of margins, link and coefficients, ``wire`` of the summed buffer. Raises InputError for what the
-    policy or the data cannot do, and for ranks that disagree.
+    ``recurrence`` of margins, link and coefficients, ``wire`` of the summed buffer. ``owned`` are this rank's columns
+    where ``problem`` has a stand-in for them. Raises InputError for what the policy or the data cannot do, for ranks
+    that disagree, and where one of several ranks owns no column.
     """
 
     def __init__(
@@ -63,10 +68,12 @@ class Run:
         intercept: float,
         first_step: int,
         first_epoch: int,
+        owned: Any = None,
     ) -> None:
         policy = options.policy
         policy.check_executable()
         self.problem, self.options = problem, options
+        self._owned = problem.features if owned is None else owned
         self.comm: Communicator = find_communicator(comm)
         self.m = problem.rows
         self.batch_size = min(options.batch_size, self.m)
@@ -98,6 +105,8 @@ class Run:
 
         return {
             "rows": problem.rows,
+            "features.library": library_of(self._owned),
+            "features.dtype": str(self._owned.dtype),
             "targets": digest(problem.targets),
             "sample_weight": digest(problem.sample_weight),
             "objective": problem.objective.name,
@@ -109,6 +118,7 @@ class Run:
                 name: getattr(options, name)
                 for name in ("s", "batch_size", "epochs", "order", "seed", "tol", "n_iter_no_change", "prefetch")
             },
+            "earlier_losses": digest(options.earlier_losses),
             "intercept": float(intercept),
             "first_step": first_step,
             "first_epoch": first_epoch,
@@ -118,6 +128,13 @@ class Run:
         """Features and first weights; where one rank's are refused, every rank ends instead of waiting for it."""
         failure: InputError | None = None
         try:
+            if self.comm.size > 1 and self._owned.shape[1] == 0:
+                raise InputError(
+                    "a rank owns no column",
+                    got=f"rank {self.comm.rank} of {self.comm.size}",
+                    expected="at least one column on every rank",
+                    fix="start at most as many ranks as there are columns",
+                )
             stored = store_features(self.problem.features, self.options.policy), self._start(weights)
         except InputError as error:
             failure = error
@@ -146,6 +163,8 @@ class Run:
         options = self.options
         sizes = np.asarray(self.batches)
         best, stale = np.inf, 0
+        for loss in options.earlier_losses:
+            best, stale = self._follow(loss, best, stale)
         margins = np.empty(self.m, dtype=self.recurrence)
         for number in range(options.epochs):
             cyclic = options.order == "cyclic"
@@ -168,23 +187,52 @@ class Run:
                 loss = self._score(epoch)
             self.steps += len(sizes)
             self.losses.append(loss)
-            if not np.isfinite(loss):
-                raise InputError(
-                    f"the iterates diverged in epoch {number + 1}",
-                    got=f"loss {loss}",
-                    expected="a finite loss",
-                    fix="lower eta0, standardise the columns, or bound the counts",
-                )
-            if options.tol is None:
-                continue
-            stale = stale + 1 if loss > best - options.tol else 0
-            best = min(best, loss)
-            if stale >= options.n_iter_no_change:
+            best, stale = self._follow(loss, best, stale)
+            if self._end_epoch(number + 1, loss, options.tol is not None and stale >= options.n_iter_no_change):
                 self.converged = True
                 return
 
+    def _follow(self, loss: float, best: float, stale: int) -> tuple[float, int]:
+        """The least loss so far, and for how many epochs none was below it by ``tol``."""
+        tol = self.options.tol
+        return min(best, loss), stale + 1 if tol is not None and loss > best - tol else 0
+
+    def _end_epoch(self, number: int, loss: float, stop: bool) -> bool:
+        """Whether training stops here, which rank 0 decides for all.
+
+        Every rank computes the loss and the intercept for itself, from sums that should be the same everywhere. Where
+        they are not, the recurrences drift apart and the weights belong to no iterate: so they are compared.
+        """
+        told = [(loss, self.intercept, stop)]
+        if self.comm.size > 1:
+            told = [(float(one[0]), float(one[1]), bool(one[2])) for one in self.comm.gather(told[0])]
+        diverged = next((one[0] for one in told if not math.isfinite(one[0])), None)
+        if diverged is not None:
+            raise InputError(
+                f"the iterates diverged in epoch {number}",
+                got=f"loss {diverged}",
+                expected="a finite loss",
+                fix="lower eta0, standardise the columns, or bound the counts",
+            )
+        allowed = _DRIFT_ROUNDOFFS * ROUNDOFF["fp64" if self.recurrence == np.float64 else "fp32"]
+        first = told[0]
+        # An intercept near 0 is compared in the unit of the margins.
+        unit = max(1.0, math.sqrt(abs(first[0])))
+        for rank, one in enumerate(told):
+            if not (
+                math.isclose(one[0], first[0], rel_tol=allowed, abs_tol=allowed)
+                and math.isclose(one[1], first[1], rel_tol=allowed, abs_tol=allowed * unit)
+            ):
+                raise CommunicationError(
+                    f"the ranks no longer hold the same model after epoch {number}",
+                    got=f"rank {rank} has loss {one[0]!r}, intercept {one[1]!r}; rank 0 has {first[0]!r}, {first[1]!r}",
+                    expected="sums that are the same on every rank",
+                    fix="choose another MPI library or another of its AllReduce algorithms",
+                )
+        return first[2]
+
     def _score(self, epoch: Epoch) -> float:
-        """Weighted mean of phi over the margins of the epoch; replicated numbers, so all ranks decide alike."""
+        """Weighted mean of phi over the margins of the epoch."""
         values = self.problem.objective.loss(epoch.margins, epoch.targets)
         if self.importance is None:
             return float(np.mean(values, dtype=np.float64))
@@ -226,7 +274,7 @@ def run_sgd(
 
     Raises:
         InputError: data, options or ranks that do not fit together, or iterates that diverge.
-        CommunicationError: a rank that is gone.
+        CommunicationError: a rank that is gone, or sums that are not the same on all ranks.
     """
     begin: dict[str, Any] = {
         "comm": comm,

@@ -1,20 +1,17 @@
-"""From data and a few numbers to a trained model: the start, the step sizes, the policy, s, and the run."""
+"""From data and a few numbers to a trained model: the start, the step sizes, s, and the run."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from precision_time.casgd.arrays import import_cupy, library_of
+from precision_time.casgd.arrays import import_cupy, library_of, move_to_gpu
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import NcclCommunicator
+from precision_time.casgd.comm import NcclCommunicator, drain
 from precision_time.casgd.communicator import Communicator, OneProcess
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.guard import Verdict, choose_policy
 from precision_time.casgd.objectives import Objective
-from precision_time.casgd.precision import ROUNDOFF, PrecisionPolicy, find_policy
 from precision_time.casgd.problem import Options, Problem, Solution
 from precision_time.casgd.schedules import Schedule
 
@@ -25,7 +22,6 @@ __all__ = [
     "DECAY_EPOCHS",
     "Start",
     "best_constant",
-    "choose_precision",
     "choose_s",
     "expected_smoothness",
     "make_schedule",
@@ -40,6 +36,9 @@ DECAY_EPOCHS = 10
 
 # Rows of the sample from which the largest eigenvalue of the second moments is estimated.
 _SAMPLED_ROWS = 256
+
+# s = "auto" is meant to cost at most this share where plain SGD is the best choice.
+_PLANNING_SHARE = 0.05
 
 
 def place_features(features: Any, *, device: str) -> Any:
@@ -58,7 +57,7 @@ def place_features(features: Any, *, device: str) -> Any:
             "sparse features stay on the CPU", got="device='cuda'", fix="device='cpu', or pass X.toarray()"
         )
     if device == "cuda" and library == "numpy":
-        return import_cupy().asarray(features)
+        return move_to_gpu(features)
     return features
 
 
@@ -110,6 +109,7 @@ def sum_over_ranks(buffer: np.ndarray, *, comm: Communicator) -> None:
         return
     on_device = import_cupy().asarray(buffer)
     comm.sum(on_device)
+    drain(comm)
     buffer[...] = on_device.get()
 
 
@@ -183,47 +183,18 @@ def make_schedule(kind: str, *, eta0: float, power_t: float, steps_per_epoch: in
     return Schedule(kind=kind, eta0=eta0, power_t=power_t, alpha=1 / (eta0 * horizon), t0=horizon)
 
 
-def choose_precision(
-    problems: Sequence[Problem],
-    options: Options,
-    *,
-    precision: str | PrecisionPolicy,
-    own_steps: bool,
-    comm: Communicator,
-) -> tuple[PrecisionPolicy, tuple[str, ...], Verdict | None]:
-    """The policy for all ``problems`` (the classes of one data set), what to warn of, and the worst verdict.
-
-    'auto' starts from the recipe and falls back as far as the guard says; a policy that was asked for is kept, and
-    warned about. fp64 and fp32 have nothing to fall back to and are not looked at. own_steps: the first step comes from
-    :func:`expected_smoothness`; the guard's advice on it, whose limit is that of batches of one row, is then left out.
-    """
-    policy = find_policy("recipe" if precision == "auto" else precision)
-    if policy.name in ("fp64", "fp32"):
-        return policy, (), None
-    risk: Literal["fallback", "warn"] = "fallback" if precision == "auto" else "warn"
-    warned: dict[str, None] = {}
-    worst: Verdict | None = None
-    for problem in problems:
-        verdict = choose_policy(problem, replace(options, policy=policy), comm=comm, on_risk=risk)
-        for text in verdict.warnings:
-            if not (own_steps and text == verdict.step_warning):
-                warned[text] = None
-        if worst is None or ROUNDOFF[verdict.policy.x_storage] < ROUNDOFF[worst.policy.x_storage]:
-            worst = verdict
-    if worst is None:
-        raise InputError("no problem to choose a precision for")
-    return worst.policy, tuple(warned), worst
-
-
 def choose_s(problem: Problem, options: Options, *, s: int | str, comm: Communicator) -> tuple[int, "Plan | None"]:
-    """The steps between two communications: as asked, or the planner's; 1 on one process without asking it."""
+    """The steps between two communications: as asked, or the planner's; 1 on one process without asking it.
+
+    The planner may take a twentieth of what ``options.epochs`` epochs are expected to take.
+    """
     if s != "auto":
         return int(s), None
     if isinstance(comm, OneProcess):
         return 1, None
     from precision_time.casgd.plan import plan
 
-    made = plan(problem, options, comm=comm)
+    made = plan(problem, options, comm=comm, budget_share=_PLANNING_SHARE)
     return made.s, made
 
 

@@ -1,7 +1,8 @@
 """Checks of what estimators and commands are given, and which columns a rank owns."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,8 @@ __all__ = [
     "check_dtype",
     "check_finite",
     "check_fits_format",
+    "check_gpu_arrays",
+    "check_parameters",
     "check_whole",
     "read_weights",
     "share_columns",
@@ -141,6 +144,57 @@ def check_whole(value: Any, *, name: str, least: int) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
         raise InputError(f"{name} is not usable", got=repr(value), expected=f"a whole number of at least {least}")
     return int(value)
+
+
+def check_parameters(values: Mapping[str, Any], *, rates: Sequence[str]) -> None:
+    """Refuse the parameters of an estimator that cannot be; ``rates`` are the values of ``learning_rate``.
+
+    Raises:
+        InputError: naming the parameter.
+    """
+    for name in ("max_iter", "n_iter_no_change", "batch_size"):
+        check_whole(values[name], name=name, least=1)
+    if values["s"] != "auto":
+        check_whole(values["s"], name="s", least=1)
+    for name, allowed in (("learning_rate", rates), ("on_risk", (None, "fallback", "warn", "raise"))):
+        if values[name] not in allowed:
+            raise InputError(f"unknown {name}", got=repr(values[name]), expected=", ".join(map(str, allowed)))
+    if not isinstance(values["prefetch"], bool | np.bool_):
+        raise InputError("prefetch is not usable", got=repr(values["prefetch"]), expected="True or False")
+    for name, optional in (("alpha", False), ("tol", True), ("eta0", True), ("largest_excess", False)):
+        value = values[name]
+        if value is None and optional:
+            continue
+        try:
+            fits = math.isfinite(value) and (value >= 0 or name == "tol") and (name != "eta0" or value > 0)
+        except TypeError:
+            fits = False
+        if not fits:
+            raise InputError(f"{name} is not usable", got=repr(value), expected="a finite number, not below 0")
+
+
+def check_gpu_arrays(features: Any, targets: Any = None, *, columns: int | None) -> np.ndarray | None:
+    """``targets``, if given, on the host; scikit-learn's own checks would look into an array on a GPU.
+
+    columns: how many the features must have; None is any number.
+
+    Raises:
+        InputError: another type or shape, or values that are not finite.
+    """
+    if features.ndim != 2 or features.dtype not in (np.float32, np.float64) or 0 in features.shape:
+        got = f"{features.dtype} of shape {features.shape}"
+        raise InputError("X on a GPU", got=got, expected="float32 or float64 (m, n)")
+    if columns is not None and features.shape[1] != columns:
+        raise InputError("X has another number of columns", got=features.shape[1], expected=str(columns))
+    check_finite(features, name="Input X")
+    if targets is None:
+        return None
+    y = np.asarray(targets.get() if hasattr(targets, "get") else targets)
+    if y.shape != features.shape[:1]:
+        raise InputError("y does not fit X", got=f"shape {y.shape}", expected=str(features.shape[:1]))
+    if y.dtype.kind == "f":
+        check_finite(y, name="Input y")
+    return y
 
 
 def read_weights(given: Any, *, rows: int) -> np.ndarray:

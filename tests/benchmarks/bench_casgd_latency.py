@@ -4,7 +4,8 @@
 
 A report without assertions, as one JSON object. Emulation: one process, and a busy wait before every sum. The local
 part starts two ranks with mpiexec and gives the time of s="auto" over that of SGD as the median of paired runs, with
-the interval of the median by order statistics (sign test, 95 %).
+the interval of the median by order statistics (sign test, 95 %): once without planning, and once with the planning that
+the estimators do, for training of a few lengths.
 """
 
 import argparse
@@ -29,8 +30,10 @@ from precision_time.casgd.plan import plan
 from precision_time.casgd.problem import Options, Problem
 from precision_time.casgd.schedules import Schedule
 from precision_time.casgd.sgd import run_sgd
+from precision_time.casgd.training import choose_s
 
 POWERS = tuple(2**k for k in range(6))
+LENGTHS = (1, 10, 100)  # epochs of the runs whose time includes planning
 
 
 def make_problem(columns: int, *, rows: int = 8192, seed: int = 0) -> Problem:
@@ -78,32 +81,48 @@ def emulate(delay_us: float, batch_size: int, *, repeats: int = 5) -> dict[str, 
     }
 
 
-def run_rank(batch_size: int, columns: int, pairs: int) -> None:
-    """One of two local ranks: s = "auto" over SGD in alternating epochs."""
-    comm = MpiCommunicator(deadline_s=60.0)
-    problem, options = make_problem(columns // 2, seed=comm.rank), make_options(batch_size)
-    made = plan(problem, options, comm=comm)
-    chosen = replace(options, s=made.s)
+def compare(ours: Callable[[], Any], theirs: Callable[[], Any], *, comm: MpiCommunicator, pairs: int) -> dict[str, Any]:
+    """The time of ``ours`` over that of ``theirs`` on the slower rank: median of alternating pairs, its interval."""
     ratios = []
     for _ in range(pairs):
         times = []
-        for run in (lambda: run_ca_sgd(problem, chosen, comm=comm), lambda: run_sgd(problem, options, comm=comm)):
+        for run in (ours, theirs):
             comm.barrier()
             times.append(max(comm.gather(wall_s(run))))
         ratios.append(times[0] / times[1])
+    ratios.sort()
+    # The ranks of order statistics about the median that hold it in 95 % of samples (normal approximation).
+    reach = round(0.98 * pairs**0.5)
+    low, high = max(0, pairs // 2 - reach), min(pairs - 1, pairs // 2 + reach)
+    return {"auto_over_sgd": statistics.median(ratios), "low": ratios[low], "high": ratios[high]}
+
+
+def run_rank(batch_size: int, columns: int, pairs: int) -> None:
+    """One of two local ranks: s = "auto" over SGD, an epoch at a time without planning, then whole runs with it."""
+    comm = MpiCommunicator(deadline_s=60.0)
+    problem, options = make_problem(columns // 2, seed=comm.rank), make_options(batch_size)
+    made = plan(problem, options, comm=comm)
+    told: dict[str, Any] = {"batch_size": batch_size, "columns": columns, "planned_s": made.s}
+    told |= compare(
+        lambda: run_ca_sgd(problem, replace(options, s=made.s), comm=comm),
+        lambda: run_sgd(problem, options, comm=comm),
+        comm=comm,
+        pairs=pairs,
+    )
+    told["with_planning"] = []
+    for epochs in LENGTHS:
+        longer, chosen = replace(options, epochs=epochs), []
+
+        def auto(longer: Options = longer, chosen: list[int] = chosen) -> None:
+            s, _ = choose_s(problem, longer, s="auto", comm=comm)
+            chosen.append(s)
+            run_ca_sgd(problem, replace(longer, s=s), comm=comm)
+
+        found = compare(
+            auto, lambda longer=longer: run_sgd(problem, longer, comm=comm), comm=comm, pairs=max(5, pairs // 6)
+        )
+        told["with_planning"].append({"epochs": epochs, "chosen_s": chosen, **found})
     if comm.rank == 0:
-        ratios.sort()
-        # The ranks of order statistics about the median that hold it in 95 % of samples (normal approximation).
-        reach = round(0.98 * pairs**0.5)
-        low, high = max(0, pairs // 2 - reach), min(pairs - 1, pairs // 2 + reach)
-        told = {
-            "batch_size": batch_size,
-            "columns": columns,
-            "planned_s": made.s,
-            "auto_over_sgd": statistics.median(ratios),
-            "low": ratios[low],
-            "high": ratios[high],
-        }
         print(json.dumps(told), flush=True)
 
 
@@ -114,7 +133,7 @@ def run_locally(batch_size: int, columns: int, *, pairs: int = 31) -> dict[str, 
     command = [mpiexec, "-n", "2", sys.executable, __file__, "--rank", *map(str, (batch_size, columns, pairs))]
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, env={**os.environ, **threads}, capture_output=True, text=True, timeout=180, check=False
+        command, env={**os.environ, **threads}, capture_output=True, text=True, timeout=600, check=False
     )
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
 

@@ -106,6 +106,7 @@ extern "C" int launch(const char* name, unsigned grid, unsigned x, unsigned y,
     if (what == "margins") bound = attach(margins, args, sizes, count);
     if (what == "recurrence") bound = attach(recurrence, args, sizes, count);
     if (what == "increment") bound = attach(increment, args, sizes, count);
+    if (what == "wait_ns") bound = attach(wait_ns, args, sizes, count);
     if (!bound) return 1;
     gridDim = {grid, 1, 1};
     blockDim = {x, y, 1};

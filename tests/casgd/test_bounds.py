@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from precision_time.casgd.bounds import BOUNDS, ExactStep, OuterStep, bound_policy, solve_exactly, worst_propagation
+from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.emulator import emulate_outer_step, isolate_choice, measure_errors, rounding_error
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.objectives import OBJECTIVES, Objective
 from precision_time.casgd.precision import CHOICES, POLICIES, ROUNDOFF
+from precision_time.casgd.problem import Options, Problem
+from precision_time.casgd.schedules import Schedule
 
 FORMATS = ("bf16", "fp16", "fp32")
 
@@ -128,6 +131,37 @@ def test_prediction_counts_roundings_by_their_square_root(exact):
 def test_fp64_policy_emulates_the_exact_step(exact):
     for one in exact.values():
         assert np.max(np.abs(emulate_outer_step(one.step, POLICIES["fp64"]) - one.weights)) < 1e-14
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_solver_rounds_as_the_emulator_does(objective, name, ranks):
+    """One outer step on two ranks: what is left is the order of FP32 sums, or a single flip of a 16-bit rounding."""
+    step = make_step(OBJECTIVES[objective], s=4, b=8, ranks=2)
+    chosen = Options(
+        s=step.s,
+        batch_size=step.batch_size,
+        epochs=1,
+        schedule=Schedule("invscaling", float(step.rates[0]), power_t=0.5),
+        order="cyclic",
+        policy=name,
+    )
+
+    def solve(comm):
+        own = slice(comm.rank * step.columns_per_rank, (comm.rank + 1) * step.columns_per_rank)
+        problem = Problem(
+            features=step.rows[:, own], targets=step.targets, objective=step.objective, fit_intercept=False
+        )
+        return run_ca_sgd(problem, chosen, comm=comm, weights=step.weights[own]).weights
+
+    found = np.concatenate(ranks(solve, 2)).astype(np.float64)
+    emulated = emulate_outer_step(step, POLICIES[name])
+    away = np.linalg.norm(found - emulated)
+    if name == "fp64":
+        assert away < 1e-14 * np.linalg.norm(emulated)
+        return
+    fp32 = bound_policy(solve_exactly(step), POLICIES["fp32"]).plain_sum
+    assert away < (2 * fp32 if name != "paper" else 0.25 * rounding_error(solve_exactly(step), POLICIES[name]))
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])

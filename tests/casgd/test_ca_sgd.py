@@ -1,5 +1,6 @@
 """Tests of communication-avoiding SGD: its iterates are those of SGD, its messages are counted."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,13 +10,13 @@ from sklearn.datasets import load_breast_cancer, load_digits
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.comm import OneProcess
-from precision_time.casgd.errors import InputError
+from precision_time.casgd.errors import CommunicationError, InputError
 from precision_time.casgd.gram import packed_words
 from precision_time.casgd.objectives import LOGISTIC
 from precision_time.casgd.precision import POLICIES
 from precision_time.casgd.problem import PARTS, Options, Problem, batch_order
 from precision_time.casgd.schedules import Schedule
-from precision_time.casgd.sgd import run_sgd
+from precision_time.casgd.sgd import Run, run_sgd
 
 SCHEDULES = {
     "constant": Schedule("constant", 0.3),
@@ -76,9 +77,10 @@ GRID = list(
 )
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("form", ["dense", "csr", "csr made dense"])
 @pytest.mark.parametrize("number", range(8))
-def test_float64_iterates_are_those_of_sgd(form, number, problem_of):
+def test_float64_iterates_are_those_of_sgd(form, number, size, problem_of, ranks):
     for index, ((s, b), objective, l2, schedule) in enumerate(GRID):
         if index % 8 != number:
             continue
@@ -95,7 +97,20 @@ def test_float64_iterates_are_those_of_sgd(form, number, problem_of):
             problem = take_columns(problem, slice(None))
             object.__setattr__(problem, "features", scipy.sparse.csr_matrix(problem.features * holes))
         chosen = options(s=s, batch_size=b, schedule=SCHEDULES[schedule], order="cyclic" if cyclic else "shuffled")
-        assert_same_iterate(run_ca_sgd(problem, chosen), run_sgd(problem, chosen))
+        plain = run_sgd(problem, chosen)
+        if size == 1:
+            assert_same_iterate(run_ca_sgd(problem, chosen), plain)
+            continue
+        parts = [slice(0, 9), slice(9, None)]
+        found = ranks(
+            lambda comm, problem=problem, chosen=chosen, parts=parts: run_ca_sgd(
+                take_columns(problem, parts[comm.rank]), chosen, comm=comm
+            ),
+            2,
+        )
+        weights = np.concatenate([one.weights for one in found])
+        for one in found:
+            assert_same_iterate(dataclasses.replace(one, weights=weights), plain)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -110,6 +125,36 @@ def test_both_solvers_are_sgd_as_one_would_write_it_down(objective, order, weigh
         np.testing.assert_allclose(found.weights, weights, rtol=1e-11, atol=1e-13)
         assert found.intercept == pytest.approx(intercept, rel=1e-11)
         assert found.steps == 2 * 26
+
+
+def plain_float32_sgd(problem, chosen):
+    """`reference_sgd` with every number in float32."""
+    x, y = problem.features.astype(np.float32), problem.targets.astype(np.float32)
+    w, w0, t = np.zeros(x.shape[1], np.float32), np.float32(0), 0
+    for epoch in range(chosen.epochs):
+        rows = batch_order(len(y), chosen.batch_size, epoch, order=chosen.order, seed=chosen.seed)
+        for start in range(0, len(y), chosen.batch_size):
+            batch = rows[start : start + chosen.batch_size]
+            t += 1
+            eta = np.float32(chosen.schedule.rates(t, 1)[0])
+            r = problem.objective.derivative(x[batch] @ w + w0, y[batch]).astype(np.float32) / np.float32(len(batch))
+            w = w - eta * (x[batch].T @ r + np.float32(problem.l2) * w)
+            w0 = w0 - eta * r.sum()
+    return w
+
+
+@pytest.mark.parametrize(("s", "b"), [(2, 8), (5, 3), (4, 16), (40, 8)])
+@pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
+def test_fp32_iterates_stay_within_a_roundoff_a_step_of_each_other(objective, s, b, problem_of):
+    """s > 1 beside s = 1, and s = 1 beside SGD as one would write it down: the bound that run_ca_sgd states."""
+    problem = problem_of(objective, l2=0.01)
+    chosen = options(s=1, batch_size=b, policy="fp32")
+    plain = run_ca_sgd(problem, chosen)
+    bound = plain.steps * 2.0**-24 * np.abs(plain.weights).max()
+    unrolled = run_ca_sgd(problem, dataclasses.replace(chosen, s=s))
+    assert 0 < np.abs(unrolled.weights - plain.weights).max() < bound
+    assert np.abs(plain_float32_sgd(problem, chosen) - plain.weights).max() < bound
+    np.testing.assert_allclose(unrolled.loss_curve, plain.loss_curve, rtol=plain.steps * 2.0**-24)
 
 
 @pytest.mark.parametrize("form", ["dense", "csr"])
@@ -241,6 +286,103 @@ def test_ranks_that_disagree_are_named_before_the_first_sum(problem_of, ranks):
         ranks(lambda comm: run_ca_sgd(problem, options(s=2, seed=comm.rank), comm=comm), 2)
     with pytest.raises(InputError, match="targets"):
         ranks(lambda comm: run_ca_sgd(problem_of("logistic", seed=comm.rank), options(s=2), comm=comm), 2)
+
+
+def test_features_of_another_type_or_library_on_one_rank_are_named(problem_of, ranks):
+    problem = problem_of("logistic")
+
+    def job(comm, other):
+        mine = take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank])
+        if comm.rank == 1:
+            mine = dataclasses.replace(mine, features=other(mine.features))
+        return run_ca_sgd(mine, options(s=2), comm=comm)
+
+    with pytest.raises(InputError, match=r'rank 1 has features.dtype="float32" where the others have "float64"'):
+        ranks(lambda comm: job(comm, lambda x: x.astype(np.float32)), 2)
+    with pytest.raises(InputError, match=r'rank 1 has features.library="scipy"'):
+        ranks(lambda comm: job(comm, scipy.sparse.csr_matrix), 2)
+
+
+@pytest.mark.parametrize("s", [1, 3])
+@pytest.mark.parametrize("form", [np.asarray, scipy.sparse.csr_matrix])
+def test_a_rank_without_columns_is_named_on_every_rank(s, form, problem_of, ranks):
+    problem = problem_of("logistic")
+    object.__setattr__(problem, "features", form(problem.features))
+
+    def job(comm):
+        columns = [slice(0, 23), slice(23, 23)][comm.rank]
+        with pytest.raises(InputError) as caught:
+            run_ca_sgd(take_columns(problem, columns), options(s=s), comm=comm)
+        return str(caught.value)
+
+    first, second = ranks(job, 2)
+    assert second.startswith("a rank owns no column; got: rank 1 of 2")
+    assert first.startswith("another rank cannot start; got: rank 1: a rank owns no column")
+
+
+class _OwnSums:
+    """A communicator whose sums come out a little larger on one rank: what no AllReduce should do."""
+
+    def __init__(self, inner, factor):
+        self._inner, self._factor = inner, factor
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def sum(self, buffer):
+        self._inner.sum(buffer)
+        buffer *= self._factor
+
+
+@pytest.mark.parametrize(("policy", "factor"), [("fp64", 1 + 1e-9), ("fp32", 1 + 1e-2)])
+@pytest.mark.parametrize("s", [1, 4])
+def test_ranks_that_no_longer_hold_the_same_model_are_told(s, policy, factor, problem_of, ranks):
+    problem = problem_of("squared")
+
+    def job(comm):
+        mine = take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank])
+        comm = _OwnSums(comm, factor if comm.rank == 1 else 1.0)
+        with pytest.raises(CommunicationError, match=r"no longer hold the same model after epoch 1; got: rank 1 has"):
+            run_ca_sgd(mine, options(s=s, policy=policy), comm=comm)
+
+    ranks(job, 2)
+
+
+def test_rank_0_decides_when_to_stop(problem_of, ranks, monkeypatch):
+    """Rank 1 sees losses that go up and down in the last bits, as from another processor, and would stop at once."""
+    score = Run._score
+
+    def shaken(run, epoch):
+        return score(run, epoch) * (1 + 2.0**-20 * run.comm.rank * (-1) ** len(run.losses))
+
+    monkeypatch.setattr(Run, "_score", shaken)
+    problem = problem_of("squared", l2=1.0)
+    chosen = options(s=4, policy="fp32", epochs=60, tol=0.0, n_iter_no_change=1, schedule=Schedule("constant", 1e-7))
+
+    def job(comm):
+        return run_ca_sgd(take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank]), chosen, comm=comm)
+
+    first, second = ranks(job, 2)
+    assert (first.epochs, first.converged) == (second.epochs, second.converged)
+    assert first.epochs > 3
+
+
+def test_losses_of_an_earlier_part_count_for_the_end_of_training(problem_of):
+    problem = problem_of("logistic", l2=0.1)
+    shared = {"s": 5, "tol": 1e-4, "n_iter_no_change": 3}
+    whole = run_ca_sgd(problem, options(epochs=200, **shared))
+    first = run_ca_sgd(problem, options(epochs=whole.epochs - 1, **shared))
+    rest = run_ca_sgd(
+        problem,
+        options(epochs=50, earlier_losses=first.loss_curve, **shared),
+        weights=first.weights,
+        intercept=first.intercept,
+        first_step=first.steps,
+        first_epoch=first.epochs,
+    )
+    assert not first.converged
+    assert (rest.epochs, rest.converged) == (1, True)
+    np.testing.assert_array_equal(rest.weights, whole.weights)
 
 
 def test_bad_columns_on_one_rank_end_every_rank(problem_of, ranks):

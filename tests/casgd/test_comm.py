@@ -1,11 +1,15 @@
+import importlib.util
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from precision_time.casgd import arrays
+from precision_time.casgd.arrays import choose_gpu, move_to_gpu
 from precision_time.casgd.comm import (
     Communicator,
     DelayedCommunicator,
@@ -13,10 +17,15 @@ from precision_time.casgd.comm import (
     NcclCommunicator,
     OneProcess,
     check_agreement,
+    drain,
     find_communicator,
 )
 from precision_time.casgd.errors import CommunicationError, InputError
 from precision_time.casgd.mpi_probe import probe
+
+_spec = importlib.util.spec_from_file_location("stand_in_cupy", Path(__file__).with_name("stand_in_cupy.py"))
+stand_in = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(stand_in)
 
 
 class _Ranks(OneProcess):
@@ -118,6 +127,138 @@ def test_without_an_mpi_library_the_error_says_what_to_install(monkeypatch):
 def test_without_cupy_nccl_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(InputError, match="CuPy"):
+        NcclCommunicator(OneProcess())
+
+
+@pytest.fixture
+def cupy(monkeypatch, tmp_path):
+    """The stand-in for CuPy, with four GPUs and no launcher about."""
+    for name, module in stand_in.make_modules(tmp_path).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name, value in {"stuck": False, "count": 4, "sums": [], "aborted": 0}.items():
+        monkeypatch.setattr(stand_in.DEVICE, name, value)
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    stand_in.Device(0).use()
+    arrays._say_once.cache_clear()
+    return sys.modules["cupy"]
+
+
+class _FirstOfTwo(OneProcess):
+    """Rank 0 of 2; each of ``places`` is the GPU on which the other rank is when it is asked next."""
+
+    def __init__(self, *places):
+        super().__init__()
+        self.size, self._places = 2, list(places)
+
+    def gather(self, value):
+        place = isinstance(value, list) and len(value) == 2
+        return [value, [value[0], self._places.pop(0)] if place else value]
+
+
+def test_nccl_is_found_though_cupy_hides_it_until_it_is_imported(cupy):
+    with pytest.raises(AttributeError):
+        cupy.cuda.nccl  # noqa: B018
+    comm = NcclCommunicator(OneProcess())
+    buffer = stand_in.Array(np.array([1.5, -2.0]))
+    comm.sum(buffer)
+    comm.start_sum(buffer).wait()
+    drain(comm)
+    assert buffer.get().tolist() == [1.5, -2.0]
+    assert (comm.rank, comm.size, comm.reductions) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("runtime", "package"), [(12090, "nvidia-nccl-cu12"), (13020, "nvidia-nccl-cu13")])
+def test_the_package_of_nccl_that_fits_the_cuda_of_cupy_is_named(cupy, monkeypatch, runtime, package):
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
+    monkeypatch.setattr(cupy.cuda.runtime, "runtimeGetVersion", lambda: runtime)
+    with pytest.raises(CommunicationError, match=f"pip install {package}$"):
+        NcclCommunicator(OneProcess())
+
+
+def test_a_rank_that_does_not_come_to_the_start_of_nccl_is_waited_for_until_the_deadline(cupy):
+    with pytest.raises(CommunicationError, match=r"rank 0 of 2 waited in vain in the start of NCCL; got: .* 0.2 s"):
+        NcclCommunicator(_FirstOfTwo("0000:01:00.0"), deadline_s=0.2)
+
+
+def test_a_sum_that_does_not_end_is_given_up_at_the_deadline(cupy, monkeypatch):
+    monkeypatch.setattr(stand_in.DEVICE, "stuck", True)
+    comm = NcclCommunicator(_FirstOfTwo("0000:01:00.0"), deadline_s=0.2)
+    buffer = stand_in.Array(np.ones(3))
+    for _ in range(8):
+        comm.sum(buffer)
+    with pytest.raises(CommunicationError, match=r"waited in vain in a sum over the GPUs; got: no answer for 0\.\d s"):
+        comm.sum(buffer)
+    assert stand_in.DEVICE.aborted == 1
+    with pytest.raises(CommunicationError, match="already lost"):
+        drain(DelayedCommunicator(comm, 0.0))
+
+
+def test_an_error_that_nccl_reports_ends_the_wait_before_the_deadline(cupy, monkeypatch):
+    def report(self):
+        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited")
+
+    monkeypatch.setattr(stand_in.DEVICE, "stuck", True)
+    monkeypatch.setattr(stand_in.NcclCommunicator, "check_async_error", report)
+    comm = NcclCommunicator(_FirstOfTwo("0000:01:00.0"), deadline_s=60)
+    comm.sum(stand_in.Array(np.ones(3)))
+    started_s = time.monotonic()
+    with pytest.raises(CommunicationError, match="NCCL reports: NCCL_ERROR_REMOTE_ERROR"):
+        drain(comm)
+    assert time.monotonic() - started_s < 30
+
+
+def test_ranks_that_find_themselves_on_one_gpu_move_to_that_of_their_local_rank(cupy, monkeypatch):
+    monkeypatch.setattr(stand_in.DEVICE, "stuck", True)  # the other rank will not come to the start of NCCL
+    monkeypatch.setenv("MPI_LOCALRANKID", "3")
+    NcclCommunicator(_FirstOfTwo("0000:00:00.0", "0000:01:00.0"))
+    assert cupy.cuda.Device().id == 3
+
+
+def test_two_ranks_that_stay_on_one_gpu_are_refused(cupy):
+    with pytest.raises(InputError, match=r"ranks \[0, 1\] on GPU 0000:00:00.0"):
+        NcclCommunicator(_FirstOfTwo("0000:00:00.0", "0000:00:00.0"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "current", "chosen", "why"),
+    [
+        ({}, 0, 0, "GPU 0 of 4, the current one"),
+        ({"MPI_LOCALRANKID": "3"}, 0, 3, "GPU 3 of 4, by MPI_LOCALRANKID=3"),
+        ({"MPI_LOCALRANKID": "6"}, 0, 2, "GPU 2 of 4, by MPI_LOCALRANKID=6"),
+        (
+            {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "SLURM_LOCALID": "0"},
+            0,
+            1,
+            "GPU 1 of 4, by OMPI_COMM_WORLD_LOCAL_RANK=1",
+        ),
+        ({"SLURM_LOCALID": "2"}, 0, 2, "GPU 2 of 4, by SLURM_LOCALID=2"),
+        ({"SLURM_LOCALID": "2"}, 1, 1, "GPU 1 of 4, the current one"),
+        ({"SLURM_LOCALID": "none"}, 0, 0, "GPU 0 of 4, the current one"),
+    ],
+)
+def test_each_local_rank_has_its_gpu(cupy, monkeypatch, environment, current, chosen, why):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stand_in.Device(current).use()
+    assert choose_gpu() == why
+    assert cupy.cuda.Device().id == chosen
+
+
+def test_features_go_to_the_gpu_of_the_local_rank_and_it_is_said_once(cupy, monkeypatch, capsys):
+    moved = move_to_gpu(np.ones((2, 2)))
+    assert moved.device.id == 0
+    monkeypatch.setenv("MPI_LOCALRANKID", "1")
+    for _ in range(2):
+        assert move_to_gpu(np.ones((2, 2))).device.id == 1
+    assert capsys.readouterr().err == "GPU 1 of 4, by MPI_LOCALRANKID=1\n"
+
+
+def test_without_a_gpu_nothing_is_moved_and_nothing_joined(cupy, monkeypatch):
+    monkeypatch.setattr(stand_in.DEVICE, "count", 0)
+    with pytest.raises(InputError, match="finds no GPU"):
+        move_to_gpu(np.ones((2, 2)))
+    with pytest.raises(InputError, match="NCCL joins GPUs, and CuPy finds none"):
         NcclCommunicator(OneProcess())
 
 

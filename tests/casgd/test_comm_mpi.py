@@ -13,13 +13,13 @@ _PROGRAMS = Path(__file__).parent / "mpi_programs"
 _MPIEXEC = Path(sys.executable).parent / "mpiexec"
 
 
-def _run_ranks(program, *arguments, ranks=2, timeout_s=60, options=()):
+def _run_ranks(program, *arguments, ranks=2, timeout_s=60, options=(), wrapper=()):
     """What ``ranks`` ranks of the program print, and how they end; MPI comes from the environment of this Python."""
     assert _MPIEXEC.exists(), "pip install 'precision-time[mpi]'"
     # Threads of BLAS in every rank would fight for the cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.run(
-        [str(_MPIEXEC), *options, "-n", str(ranks), sys.executable, str(_PROGRAMS / program), *arguments],
+        [str(_MPIEXEC), *options, "-n", str(ranks), *wrapper, sys.executable, str(_PROGRAMS / program), *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -70,8 +70,18 @@ def test_a_buffer_in_the_other_byte_order_is_summed_in_place(collectives):
     assert collectives["swapped"] == [3.0] * 3
 
 
-def test_an_array_on_a_gpu_goes_through_the_host_where_mpi_does_not_take_it(collectives):
-    assert collectives["device"] == [3.0] * 3
+@pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16"])
+def test_an_array_on_a_gpu_goes_through_the_host_where_mpi_does_not_take_it(collectives, kind):
+    assert collectives[f"device_{kind}"] == [3.0] * 3
+
+
+def test_why_an_array_on_a_gpu_goes_through_the_host_is_told_and_warned_of_once(collectives):
+    assert collectives["reason_before"] is None
+    assert collectives["reason"] == collectives["probe"]
+    assert "no GPU" in collectives["reason"]
+    first, second = collectives["warnings"]
+    assert first == [f"GPU arrays are summed through host memory: {collectives['reason']}"]
+    assert second == []
 
 
 def test_two_sums_may_be_under_way_at_once(collectives):
@@ -79,8 +89,8 @@ def test_two_sums_may_be_under_way_at_once(collectives):
 
 
 def test_every_sum_is_one_call_of_mpi_and_a_gathering_is_none(collectives):
-    assert collectives["reductions"] + 1 == collectives["calls"] == 11
-    assert collectives["calls_after_gather"] == 11
+    assert collectives["reductions"] + 3 == collectives["calls"] == 13
+    assert collectives["calls_after_gather"] == 13
 
 
 def test_values_of_different_lengths_are_gathered_in_the_order_of_the_ranks(collectives):
@@ -161,3 +171,29 @@ def test_a_killed_rank_ends_the_job_with_a_failure(options):
     assert done.returncode != 0
     assert "not reached" not in done.stdout
     assert _orphans("lose_a_rank.py") == []
+
+
+@pytest.mark.faults
+def test_a_rank_killed_in_a_run_ends_the_other_at_the_deadline_with_an_error_that_names_who_waited():
+    started_s = time.monotonic()
+    # Under a shell, as batch scripts start ranks: Hydra sees no signal, and leaves the others to themselves.
+    under_a_shell = {"options": ("-disable-auto-cleanup",), "wrapper": ("sh", "-c", '"$@"; exit $?', "sh")}
+    done = _run_ranks("lose_a_rank_in_a_run.py", "1.0", **under_a_shell)
+    assert time.monotonic() - started_s < 30
+    assert done.returncode == 3
+    assert "CommunicationError: rank 0 of 2 waited in vain in a sum over the ranks" in done.stderr
+    assert "pass_over" in done.stderr  # in the middle of an epoch, not at its start or end
+    assert _orphans("lose_a_rank_in_a_run.py") == []
+
+
+@pytest.mark.faults
+def test_a_silent_rank_on_a_gpu_ends_the_job_at_the_deadline(tmp_path):
+    started_s = time.monotonic()
+    done = _run_ranks("lose_a_gpu_rank.py", "1.0", str(tmp_path))
+    assert time.monotonic() - started_s < 30  # the silent rank sleeps for 120 s
+    assert done.returncode == 3
+    assert "not reached" not in done.stdout
+    assert "CommunicationError: rank 0 of 2 waited in vain in a sum over the GPUs" in done.stderr
+    assert "rank 0: the job ends because a rank was lost" in done.stderr
+    assert "GPU 1 of 2, by MPI_LOCALRANKID=1" in done.stderr  # both start on GPU 0, which NCCL refuses
+    assert _orphans("lose_a_gpu_rank.py") == []

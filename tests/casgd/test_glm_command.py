@@ -64,11 +64,13 @@ def test_the_written_coefficients_are_in_the_units_of_the_data(
     report = run_json(["fit", "diabetes", how, "--out", str(out)], capsys)
     with np.load(out, allow_pickle=False) as model:
         coef, intercept, objective = model["coef"], float(model["intercept"]), str(model["objective"])
+        chosen = str(model["precision"]), int(model["s"]), float(model["predicted_excess"])
     features, targets = load_diabetes(return_X_y=True)
     residuals = targets - features @ coef - intercept
     assert 1 - residuals.var() / targets.var() - (residuals.mean() ** 2) / targets.var() == pytest.approx(
         report["score"], abs=1e-4
     )
+    assert chosen == (report["precision"], report["s"], report["predicted_excess"])
     assert objective == "squared"
     assert [path.name for path in tmp_path.iterdir()] == ["model.npz"]
 
@@ -85,8 +87,63 @@ def test_a_libsvm_file_is_cached_and_its_dense_and_sparse_models_agree(
     assert dense["loss"] == again["loss"] == pytest.approx(sparse["loss"], rel=1e-6)
 
 
+def test_an_excess_that_nobody_looked_at_is_not_a_number_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model.npz"
+    report = run_json(["fit", "diabetes", "--precision", "fp32", "--out", str(out)], capsys)
+    assert report["predicted_excess"] is None
+    with np.load(out, allow_pickle=False) as model:
+        assert np.isnan(model["predicted_excess"])
+        assert str(model["precision"]) == "fp32"
+
+
+def test_a_risk_is_what_on_risk_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    # 60 columns that are nearly enough to explain 70 rows.
+    given = ["fit", "synth-squared", "--rows", "70", "--n-features", "60", "--max-iter", "300"]
+    assert run(["glm", *given, "--on-risk", "raise", "--largest-excess", "1e-9", "--json"]) == 2
+    assert "does not suit the data" in json.loads(capsys.readouterr().err)["what"]
+    warned = run_json([*given, "--on-risk", "warn", "--largest-excess", "1e-9"], capsys)
+    assert warned["precision"] == "recipe"
+    assert any("near interpolation" in text for text in warned["warnings"])
+    assert run_json([*given, "--largest-excess", "1e-9"], capsys)["precision"] == "fp32"
+    assert run_json([*given, "--largest-excess", "1e9"], capsys)["precision"] == "recipe"
+
+
+def test_prefetch_doubles_the_sums_of_a_fit_and_of_a_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    fit = ["fit", "diabetes", "--s", "4", "--precision", "fp32", "--max-iter", "2"]
+    plain, ahead = run_json(fit, capsys), run_json([*fit, "--prefetch"], capsys)
+    assert ahead["reductions"] == 2 * plain["reductions"]
+    assert ahead["loss"] == plain["loss"]
+    bench = ["bench", "diabetes", "--s", "4", "--batch-size", "16", "--precision", "fp32", "--repeats", "1"]
+    sums = [run_json([*bench, *more], capsys)["runs"][-1]["reductions_per_epoch"] for more in ([], ["--prefetch"])]
+    assert sums[1] == 2 * sums[0]
+    assert run_json(["plan", "diabetes", "--prefetch"], capsys)["prefetch"] is True
+
+
+@pytest.mark.parametrize("command", ["fit", "plan", "bench"])
+def test_a_device_that_is_not_there_is_an_error_that_says_what_to_install(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert run(["glm", command, "diabetes", "--device", "cuda", "--json"]) == 2
+    assert "CuPy is needed" in json.loads(capsys.readouterr().err)["what"]
+    assert run(["glm", command, "synth-squared", "--rows", "64", "--device", "cpu"]) == 0
+
+
+def test_a_fit_tells_why_arrays_go_through_the_host(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "the MPI library is not CUDA-aware"
+    monkeypatch.setattr("precision_time.casgd.command_runs.explain_staging", lambda comm: reason)
+    assert run(["glm", "fit", "diabetes", "--max-iter", "2"]) == 0
+    assert f"through host memory: {reason}" in capsys.readouterr().out
+    assert run_json(["fit", "diabetes"], capsys)["staging"] == reason
+
+
 def test_plan_predicts_an_epoch_and_gives_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    made = run_json(["plan", "synth-logistic", "--rows", "4000", "--batch-size", "16", "--delay-us", "50"], capsys)
+    # So long a delay outlasts what else runs on the machine.
+    made = run_json(["plan", "synth-logistic", "--rows", "4000", "--batch-size", "16", "--delay-us", "500"], capsys)
     assert made["s"] > 1
     assert made["low_s"] < made["seconds_per_epoch"] < made["high_s"]
     assert run(["glm", "plan", "diabetes"]) == 0
@@ -170,6 +227,21 @@ def test_two_ranks_speak_with_one_voice(tmp_path: Path) -> None:
     with np.load(out, allow_pickle=False) as model:
         margins = load_breast_cancer().data @ model["coef"] + model["intercept"]
     assert ((margins > 0) == load_breast_cancer().target).mean() == pytest.approx(report["score"])
+    planned = start("plan", "synth-logistic", "--rows", "1000", "--batch-size", "16", "--json")
+    assert planned.returncode == 0, planned.stderr
+    made = json.loads(planned.stdout)
+    assert made["ranks"] == made["samples"][0]["ranks"] == 2
+    assert made["samples"][0]["columns"] == 14
+    assert made["s"] in (1, 2, 4, 8, 16, 32)
+    timed = start("bench", "synth-logistic", "--rows", "640", "--s", "1", "--s", "8", "--repeats", "1", "--json")
+    assert timed.returncode == 0, timed.stderr
+    told = json.loads(timed.stdout)
+    assert told["ranks"] == 2
+    by_cell = {(run["precision"], run["s"]): run for run in told["runs"]}
+    assert {cell: run["reductions_per_epoch"] for cell, run in by_cell.items()} == {
+        ("fp32", 1): 40, ("fp32", 8): 5, ("recipe", 1): 40, ("recipe", 8): 5,
+    }  # fmt: skip
+    assert by_cell["fp32", 8]["loss"] == pytest.approx(by_cell["fp32", 1]["loss"], rel=1e-5)
     failed = start("fit", "diabetes", "--objective", "logistic")
     assert failed.returncode == 2
     assert not failed.stdout

@@ -4,15 +4,15 @@ The threads of a CTA are fibres, resumed in random order at every barrier and sh
 shows as a wrong number. What only a GPU can tell (tests/gpu/casgd_check.sh) is speed, cuBLAS and NCCL.
 """
 
-import ctypes
+import importlib.util
+import inspect
+import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
 import types
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.errors import InputError
+from precision_time.casgd.comm import Communicator, NcclCommunicator
+from precision_time.casgd.errors import CommunicationError, InputError
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.precision import POLICIES, round_to
 from precision_time.casgd.problem import Options, Problem
@@ -28,7 +29,16 @@ from precision_time.casgd.schedules import Schedule
 
 pytestmark = pytest.mark.compiler
 
-SHIM = Path(__file__).with_name("cuda_on_cpu.cpp")
+
+def load(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+stand_in = load(Path(__file__).with_name("stand_in_cupy.py"))
+Array, DEVICE = stand_in.Array, stand_in.DEVICE
 
 
 @pytest.fixture(scope="module")
@@ -36,155 +46,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-class Array:
-    """What gpu.py asks of a CuPy array, over a NumPy one."""
-
-    def __init__(self, held: np.ndarray) -> None:
-        self.held = held
-        self.data = types.SimpleNamespace(ptr=held.ctypes.data)
-
-    shape = property(lambda self: self.held.shape)
-    dtype = property(lambda self: self.held.dtype)
-    size = property(lambda self: self.held.size)
-
-    def __getitem__(self, key: Any) -> "Array":
-        return Array(self.held[key])
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.held[key] = value.held if isinstance(value, Array) else value
-
-    def get(self) -> np.ndarray:
-        return self.held.copy()
-
-    def astype(self, kind: Any) -> "Array":
-        return Array(self.held.astype(kind))
-
-    def max(self) -> Any:
-        return self.held.max()
-
-
-Array.__module__ = "cupy"
-_BLOCKS: dict[str, tuple[int, ...]] = {}
-_LOCK = threading.Lock()
-
-
-def _pack(value: Any) -> tuple[ctypes.Array, int]:
-    raw = np.uintp(value.data.ptr).tobytes() if isinstance(value, Array) else value.tobytes()
-    return ctypes.create_string_buffer(raw, len(raw)), len(raw)
-
-
-def _read(pointer: int, count: int, kind: int) -> np.ndarray:
-    """``count`` numbers of a CUDA data type: 0 float32, 1 float64, 2 float16, 14 bfloat16."""
-    width = {0: 4, 1: 8, 2: 2, 14: 2}[kind]
-    raw = ctypes.string_at(pointer, count * width)
-    if kind == 14:
-        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(raw, {0: np.float32, 1: np.float64, 2: np.float16}[kind])
-
-
-def gemm_ex(
-    handle, op_a, op_b, m, n, k, alpha, a, a_kind, lda, b, b_kind, ldb, beta, c, c_kind, ldc, compute, algorithm
-):  # fmt: skip
-    assert (op_a, op_b, m, lda, a, a_kind) == (1, 0, n, ldb, b, b_kind)
-    assert k == lda
-    assert (compute, c_kind) in {(68, 0), (77, 0), (70, 1)}
-    assert lda % 8 == 0
-    real = np.float64 if compute == 70 else np.float32
-    assert ctypes.string_at(alpha, np.dtype(real).itemsize) == real(1).tobytes()
-    assert ctypes.string_at(beta, np.dtype(real).itemsize) == real(0).tobytes()
-    y = _read(a, m * lda, a_kind).reshape(m, lda).astype(real)
-    product = np.asfortranarray(y @ y.T)
-    assert ldc == m
-    ctypes.memmove(c, product.ctypes.data, product.nbytes)
-
-
-def make_cupy(folder: Path) -> types.ModuleType:
-    """A module that stands for cupy."""
-
-    class Kernel:
-        def __init__(self, library: ctypes.CDLL, name: str) -> None:
-            self.library, self.name = library, name
-
-        def __call__(self, grid: tuple, block: tuple, arguments: tuple, *, shared_mem: int = 0) -> None:
-            threads = int(np.prod(block))
-            assert threads % 32 == 0
-            assert threads <= 1024
-            assert shared_mem <= 48 * 1024
-            packed = [_pack(one) for one in arguments]
-            pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one, _ in packed))
-            sizes = (ctypes.c_int * len(packed))(*(size for _, size in packed))
-            x, y = (*block, 1)[:2]
-            with _LOCK:
-                status = self.library.launch(self.name.encode(), grid[0], x, y, pointers, sizes, len(packed))
-            assert status == 0, f"arguments of {self.name} do not fit its parameters"
-
-    class RawModule:
-        def __init__(self, *, code: str, options: tuple[str, ...]) -> None:
-            self.library = compile_for_cpu(folder, code, options)
-
-        def get_function(self, name: str) -> Kernel:
-            return Kernel(self.library, name)
-
-    class Event:
-        def record(self) -> None:
-            return
-
-    cupy = types.ModuleType("cupy")
-    cupy.RawModule = RawModule
-    cupy.empty = lambda shape, dtype: Array(np.full(shape, 77, dtype=dtype))
-    cupy.zeros = lambda shape, dtype: Array(np.zeros(shape, dtype=dtype))
-    cupy.asarray = lambda given, dtype=None: Array(np.array(given, dtype=dtype))
-    cupy.ascontiguousarray = lambda given: Array(np.ascontiguousarray(given.held))
-    cupy.abs = lambda given: Array(np.abs(given.held))
-    device = types.SimpleNamespace(id=0, cublas_handle=1)
-    cupy.cuda = types.SimpleNamespace(Device=lambda: device, Event=Event, get_elapsed_time=lambda before, after: 1.0)
-    return cupy
-
-
-def find_compiler() -> str:
-    """The C++ compiler that stands in for CUDA's: ``CXX``, g++ or clang++."""
-    found = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
-    return found or pytest.fail("a C++ compiler is needed (on Debian: apt-get install g++), or CXX that names one")
-
-
-@lru_cache(maxsize=16)
-def compile_for_cpu(folder: Path, code: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    name = "kernels" + "".join(options).replace("-D", "_").replace("=", "")
-    (folder / f"{name}.cu").write_text(code)
-    (folder / f"{name}.cpp").write_text(SHIM.read_text(encoding="utf-8"))
-    command = [
-        find_compiler(),
-        "-std=c++17",
-        "-O1",
-        "-fno-strict-aliasing",
-        "-shared",
-        "-fPIC",
-        f'-DKERNELS="{name}.cu"',
-    ]
-    subprocess.run([*command, *options, f"{name}.cpp", "-o", f"{name}.so"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / f"{name}.so"))
-
-
 @pytest.fixture
 def gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module casgd.gpu on the stand-in."""
-    from precision_time.casgd import gpu
+    from precision_time.casgd import gpu, kernels
 
-    cublas = types.ModuleType("cupy_backends.cuda.libs.cublas")
-    cublas.gemmEx = gemm_ex
-    libs = types.ModuleType("cupy_backends.cuda.libs")
-    libs.cublas = cublas
-    for name, module in {
-        "cupy": make_cupy(folder),
-        "cupy_backends": types.ModuleType("cupy_backends"),
-        "cupy_backends.cuda": types.ModuleType("cupy_backends.cuda"),
-        "cupy_backends.cuda.libs": libs,
-        "cupy_backends.cuda.libs.cublas": cublas,
-    }.items():
+    for name, module in stand_in.make_modules(folder).items():
         monkeypatch.setitem(sys.modules, name, module)
-    gpu._load_kernels.cache_clear()
+    for name, value in {"stuck": False, "count": 1, "sums": [], "aborted": 0}.items():
+        monkeypatch.setattr(DEVICE, name, value)
+    kernels.load_kernels.cache_clear()
     yield gpu
-    gpu._load_kernels.cache_clear()
+    kernels.load_kernels.cache_clear()
 
 
 def make_problem(objective: str, *, m: int = 53, n: int = 11, weighted: bool = False, l2: float = 0.0) -> Problem:
@@ -250,10 +123,14 @@ def test_plain_sgd_is_one_block_and_gathers_nothing(gpu):
 
 
 class ThreadRanks:
-    """Ranks in threads of this process; a sum adds what they brought."""
+    """Ranks in threads of this process; a sum adds what they brought, and one under way is NaN until it is waited for.
+
+    ``told`` has, of each rank, what happened in order: sums with their words, and waits.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.barrier_, self.brought = size, threading.Barrier(size), [None] * size
+        self.told: list[list[Any]] = [[] for _ in range(size)]
 
     def rank(self, rank: int) -> Any:
         shared = self
@@ -269,11 +146,19 @@ class ThreadRanks:
                 return found
 
             def sum(self, buffer: Any) -> None:
-                self.reductions += 1
-                buffer[:] = np.sum(self.exchange(buffer.get()), axis=0)
+                self.start_sum(buffer).wait()
 
             def start_sum(self, buffer: Any) -> Any:
-                raise NotImplementedError
+                self.reductions += 1
+                shared.told[rank].append(buffer.size)
+                mine = buffer.get()
+                buffer[:] = np.nan
+
+                def wait() -> None:
+                    shared.told[rank].append("wait")
+                    buffer[:] = np.sum(self.exchange(mine), axis=0)
+
+                return types.SimpleNamespace(wait=wait)
 
             gather = exchange
 
@@ -287,28 +172,169 @@ class ThreadRanks:
         return Rank()
 
 
-def test_two_ranks_hold_one_solution_after_one_sum_an_outer_step(gpu):
-    problem, options = make_problem("logistic", weighted=True), make_options("fp64")
-    ranks, found, columns = ThreadRanks(2), {}, [slice(0, 5), slice(5, 11)]
+def run_in_threads(work: Any, ranks: int = 2) -> list[Any]:
+    """What ``work(rank)`` gives or raises in each of the threads."""
+    found: list[Any] = [None] * ranks
 
-    def work(rank: int) -> None:
-        part = replace(problem, features=Array(np.ascontiguousarray(problem.features[:, columns[rank]])))
-        run = gpu.DeviceRun(part, options, **{**START, "comm": ranks.rank(rank)})
-        for epoch in run.epochs():
-            run.pass_over(epoch, options.s)
-        found[rank] = (run.finish(), run.launched)
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank)
+        except Exception as error:
+            found[rank] = error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
+    return found
+
+
+def own_columns(problem: Problem, rank: int) -> Problem:
+    columns = (slice(0, 5), slice(5, 11))[rank]
+    return replace(problem, features=Array(np.ascontiguousarray(problem.features[:, columns])))
+
+
+def test_two_ranks_hold_one_solution_after_one_sum_an_outer_step(gpu):
+    problem, options = make_problem("logistic", weighted=True), make_options("fp64")
+    ranks = ThreadRanks(2)
+
+    def work(rank: int) -> Any:
+        run = gpu.DeviceRun(own_columns(problem, rank), options, **{**START, "comm": ranks.rank(rank)})
+        for epoch in run.epochs():
+            run.pass_over(epoch, options.s)
+        return run.finish(), run.launched
+
+    found = run_in_threads(work)
     whole = run_ca_sgd(problem, options)
     np.testing.assert_allclose(np.concatenate([found[0][0].weights, found[1][0].weights]), whole.weights, rtol=1e-10)
     assert found[0][0].intercept == found[1][0].intercept
     assert found[0][0].reductions == 2 * -(-53 // 16)
     assert tuple(found[0][1]) == gpu.LAUNCHES
     assert len(gpu.LAUNCHES) <= 6
+
+
+@pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
+@pytest.mark.parametrize(("s", "batch_size"), [(4, 4), (3, 7), (2, 26), (60, 1), (9, 60)])
+def test_prefetch_changes_no_bit(gpu, objective, s, batch_size):
+    """53 rows: also a last block of one batch, a single block, and a single batch."""
+    problem = make_problem(objective, l2=1e-2, weighted=True)
+    options = make_options("recipe", s=s, batch_size=batch_size)
+    plain = gpu.run_ca_sgd(on_device(problem), options)
+    ahead = gpu.run_ca_sgd(on_device(problem), replace(options, prefetch=True))
+    assert (ahead.weights == plain.weights).all()
+    assert ahead.loss_curve == plain.loss_curve
+    assert ahead.intercept == plain.intercept
+
+
+def test_with_prefetch_the_gram_of_the_next_step_is_summed_during_the_recurrence_of_this_one(gpu, monkeypatch):
+    problem, options = make_problem("logistic"), make_options("fp64", prefetch=True, epochs=1)
+    ranks = ThreadRanks(2)
+    launch = gpu.DeviceRun._launch
+
+    def tell(run: Any, name: str, *arguments: Any, **more: Any) -> None:
+        ranks.told[run.comm.rank].append(name)
+        launch(run, name, *arguments, **more)
+
+    monkeypatch.setattr(gpu.DeviceRun, "_launch", tell)
+
+    def work(rank: int) -> Any:
+        return gpu.run_ca_sgd(own_columns(problem, rank), options, comm=ranks.rank(rank))
+
+    found = run_in_threads(work)
+    whole = run_ca_sgd(problem, options)
+    np.testing.assert_allclose(np.concatenate([one.weights for one in found]), whole.weights, rtol=1e-10)
+    # Blocks of 16, 16, 16 and 5 rows in batches of 4: 96 and 16 / 4 words of Gram.
+    form, solve = ["gather_rows", "margins"], ["recurrence", "increment"]
+    expected = [*form, 96]
+    for rows, words in ((16, 96), (16, 96), (16, 4)):
+        expected += ["margins", rows, *form, "wait", "wait", words, *solve]
+    assert ranks.told[0] == ranks.told[1] == [*expected, "margins", 5, "wait", "wait", *solve]
+    assert found[0].reductions == run_ca_sgd(problem, options).reductions == 8
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_two_gpus_joined_by_nccl_hold_one_solution(gpu, monkeypatch, prefetch):
+    monkeypatch.setattr(DEVICE, "count", 2)
+    problem, options = make_problem("squared", weighted=True), make_options("fp64", prefetch=prefetch)
+    ranks = ThreadRanks(2)
+
+    def work(rank: int) -> Any:
+        stand_in.Device(rank).use()
+        comm = NcclCommunicator(ranks.rank(rank))
+        return gpu.run_ca_sgd(own_columns(problem, rank), options, comm=comm)
+
+    found = run_in_threads(work)
+    whole = run_ca_sgd(problem, options)
+    np.testing.assert_allclose(np.concatenate([one.weights for one in found]), whole.weights, rtol=1e-10)
+    assert found[0].intercept == found[1].intercept
+    assert found[0].reductions == (16 if prefetch else 8)
+    assert [told for told in ranks.told[0] if told != "wait"] == []  # all sums by NCCL, none by the control
+
+
+class FirstOfTwo:
+    """A control whose other rank says what this one says, but for its GPU; ``lost`` is what it was told to give up."""
+
+    rank, size, reductions = 0, 2, 0
+
+    def __init__(self) -> None:
+        self.lost: list[CommunicationError] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        is_place = isinstance(value, list) and len(value) == 2
+        return [value, [value[0], "another GPU"] if is_place else value]
+
+    def lose(self, error: CommunicationError) -> CommunicationError:
+        self.lost.append(error)
+        return error
+
+    def sum(self, buffer: Any) -> None:
+        raise NotImplementedError
+
+    start_sum = barrier = abort = sum
+
+
+def test_a_gpu_rank_that_falls_silent_ends_an_epoch_at_the_deadline_before_anything_is_read(gpu, monkeypatch):
+    monkeypatch.setattr(DEVICE, "stuck", True)
+    control = FirstOfTwo()
+    comm = NcclCommunicator(control, deadline_s=0.2)
+    run = gpu.DeviceRun(on_device(make_problem("squared")), make_options("fp64"), **{**START, "comm": comm})
+    with pytest.raises(CommunicationError, match="rank 0 of 2 waited in vain in a sum over the GPUs") as raised:
+        run.pass_over(next(run.epochs()), 4)
+    assert len(DEVICE.sums) == 4  # fewer than may be under way, so only the end of the epoch waits
+    assert DEVICE.aborted == 1
+    assert control.lost == [raised.value]
+    monkeypatch.setattr(DEVICE, "stuck", False)
+    with pytest.raises(CommunicationError, match="already lost a rank"):
+        comm.sum(Array(np.ones(3)))
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "sparse", "another GPU", "do not fit"])
+def test_what_stops_one_gpu_rank_is_told_to_the_others(gpu, wrong):
+    problem, options, ranks = make_problem("squared"), make_options("fp64"), ThreadRanks(2)
+
+    class TooLarge(Array):
+        def __getitem__(self, key: Any) -> Array:
+            raise MemoryError("out of device memory")
+
+    TooLarge.__module__ = "cupy"
+
+    def work(rank: int) -> Any:
+        part = own_columns(problem, rank)
+        if rank and wrong == "NaN":
+            part.features[7, 3] = np.nan
+        if rank and wrong == "sparse":
+            part.features.nnz = 1
+        if rank and wrong == "another GPU":
+            part.features.device = stand_in.Device(1)
+        if rank and wrong == "do not fit":
+            part = replace(part, features=TooLarge(part.features.held))
+        return gpu.run_ca_sgd(part, options, comm=ranks.rank(rank))
+
+    found = run_in_threads(work)
+    assert [type(one) for one in found] == [InputError, InputError], found
+    assert f"another rank cannot start; got: rank 1: {found[1]}" in str(found[0])
+    assert wrong in str(found[1]) or wrong == "sparse"
 
 
 def test_float64_features_are_rounded_once(gpu):
@@ -362,3 +388,115 @@ def test_importing_the_solver_does_not_import_cupy():
         "print([name for name in sys.modules if name.partition('.')[0] in ('cupy', 'cupy_backends', 'mpi4py')])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.fixture
+def check(gpu, folder, monkeypatch, tmp_path) -> Any:
+    """The script of the GPU check, at sizes that a CPU can do."""
+    script = load(Path(__file__).parents[1] / "gpu" / "casgd_check.py")
+    small = {
+        "SHAPES": {"higgs": (64, 28)},
+        "PRODUCTS": ((16,), (18,)),
+        "RECURRENCES": ((2, 4),),
+        "END_TO_END": ((4,), (1, 4), 4),
+        "DELAYS_US": (20,),
+        "PLANNED": (8, (4,), (1, 2)),
+        "STORED": (16, 20),
+        "SUMMED": (16, 16, 2, 4),
+        "REPEAT": 1,
+        "RANK_ROWS": 128,
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(script, name, value)
+    # The ranks of the check are new processes, which find the stand-in by its name.
+    (tmp_path / "cupy.py").write_text(
+        "import pathlib, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import stand_in_cupy\n"
+        f"stand_in_cupy.install(pathlib.Path({str(folder)!r}))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
+    return script
+
+
+@pytest.mark.mpi
+def test_every_part_of_the_gpu_check_runs_and_keeps_its_limits(check, monkeypatch, tmp_path, capfd):
+    # Times of a CPU that plays a GPU choose nothing.
+    monkeypatch.setattr(check, "LARGEST_ABOVE_BEST", np.inf)
+    assert check.main([str(tmp_path / "out"), "--seconds", "280"]) == 0, capfd.readouterr().err
+    results = json.loads((tmp_path / "out" / "casgd.json").read_text())
+    assert results["failed"] == results["not_run"] == []
+    assert set(check.PARTS) < set(results)
+    assert {one["policy"] for one in results["products"]} == {"recipe", "fp32", "tf32"}
+    assert results["two_ranks"]["outer_steps"] == 2
+    assert results["nccl"]["prefetch_equal_bits"] is True
+
+
+WRONG = {
+    "versions": {"bf16_round_trip": False},
+    "products": {"error": 1e-3},
+    "recurrence": {"launched": ["gather_rows"]},
+    "memory": {"recipe": 1},
+    "two_ranks": {"equal_replicated_bits": False},
+    "nccl": {"prefetch_equal_bits": False},
+    "planner": {"above_best": 0.5},
+    "end_to_end": {"loss_gap": 0.01},
+}
+GOOD = {
+    "versions": {"bf16_round_trip": True},
+    "products": {
+        "policy": "recipe",
+        "rows": 64,
+        "columns": 18,
+        "error": 1e-7,
+        "error_of_squares": 1e-6,
+        "equal_bits": True,
+    },
+    "recurrence": {"objective": "squared", "s": 8, "b": 16, "error": 1e-6},
+    "memory": {"recipe": 4, "fp16": 4, "fp32": 8},
+    "two_ranks": {
+        "equal_replicated_bits": True,
+        "prefetch_equal_bits": True,
+        "difference_to_one_rank": 1e-6,
+        "reductions": 64,
+        "outer_steps": 64,
+    },
+    "nccl": {"unchanged": True, "in_turn_equal_bits": True, "prefetch_equal_bits": True},
+    "planner": {"delay_us": 20, "b": 16, "s": 8, "best_s": 16, "above_best": 0.1},
+    "end_to_end": {"shape": "susy", "policy": "recipe", "s": 4, "b": 16, "loss_gap": 1e-3},
+}
+
+
+@pytest.mark.parametrize("part", GOOD)
+def test_a_part_of_the_gpu_check_beyond_its_limits_is_named_and_ends_it_with_1(
+    check, monkeypatch, tmp_path, capsys, part
+):
+    launches = (
+        {"launched": [name for name in check.gpu.LAUNCHES if name != "all_reduce"]} if part == "recurrence" else {}
+    )
+    in_a_list = part in ("products", "recurrence", "planner", "end_to_end")
+    for more, status in ({}, 0), (WRONG[part], 1):
+        found = GOOD[part] | launches | more
+        monkeypatch.setattr(check, "PARTS", {part: lambda found=found: [found] if in_a_list else found})
+        assert check.main([str(tmp_path)]) == status
+        assert (f"FAILED: {part}: " in capsys.readouterr().err) == bool(status)
+        assert bool(json.loads((tmp_path / "casgd.json").read_text())["failed"]) == bool(status)
+
+
+def test_a_part_of_the_gpu_check_that_raises_ends_it_with_1_and_one_without_mpi_does_not(
+    check, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(check.shutil, "which", lambda *arguments, **more: None)
+    monkeypatch.setattr(check, "PARTS", {"two_ranks": check.check_two_ranks})
+    assert check.main([str(tmp_path)]) == 0
+    assert "not run: two_ranks: no mpiexec: pip install mpi4py mpich" in capsys.readouterr().out
+    monkeypatch.setattr(check, "PARTS", {"memory": lambda: 1 // 0})
+    assert check.main([str(tmp_path)]) == 1
+    assert "FAILED: memory: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_the_emulated_network_of_the_gpu_check_is_a_communicator_for_every_python(check):
+    comm = check.SpinCommunicator(1e-6)
+    assert isinstance(comm, Communicator)
+    for name in ("rank", "size", "reductions", "sum", "start_sum", "gather", "barrier", "abort"):
+        inspect.getattr_static(comm, name)  # how Python 3.12 looks, and __getattr__ is not asked

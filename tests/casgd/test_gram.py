@@ -34,6 +34,20 @@ def test_the_buffer_has_the_strictly_lower_blocks_and_the_margins(sizes, n, form
     np.testing.assert_allclose(packed.buffer, np.concatenate([*expected, rows @ weights]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("policy", ["recipe", "paper", "fp16"])
+@pytest.mark.parametrize("sizes", [[1, 1], [2, 2]])
+def test_a_gram_of_ones_in_16_bits_counts_them_all(policy, sizes):
+    """A BF16 accumulator stops at 256 of 4096 ones, an FP16 one at 2048."""
+    stored = store_features(np.ones((sum(sizes), 4096)), POLICIES[policy])
+    assert stored.values.dtype.itemsize == 2
+    packed = PackedGram(sizes, dtype=np.dtype(np.float32))
+    block = stored.gather(slice(0, sum(sizes)))
+    fill_gram(packed, block)
+    fill_margins(packed, block, np.ones(4096, dtype=np.float32))
+    assert (packed.gram == 4096).all()
+    assert (packed.margins == 4096).all()
+
+
 def test_words_are_half_of_the_gram_without_its_diagonal_blocks_and_the_margins():
     for s, b in ((1, 16), (8, 16), (32, 4)):
         assert PackedGram([b] * s, dtype=np.dtype(np.float32)).words == packed_words(s, b)

@@ -11,6 +11,7 @@ from scipy.sparse import csr_array, csr_matrix, random_array
 
 from precision_time.casgd.batch_fit import fit_batch
 from precision_time.casgd.bounds import check_accumulators
+from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.excess import U_RMS, predicted_excess
 from precision_time.casgd.guard import Verdict, choose_policy
@@ -115,7 +116,7 @@ def test_prediction_is_the_measured_excess_of_exact_least_squares(noise, fmt):
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.03, 0.01, 0.001])
-def test_one_batch_predicts_the_excess_of_all_rows(noise):
+def test_one_batch_predicts_the_excess_of_exact_least_squares_on_all_rows(noise):
     x, y = interpolating(noise, m=8192)
     _, loss = least_squares(x, y)
     measured = least_squares(round_to(x, "bf16").astype(np.float64), y)[1] / loss - 1
@@ -123,6 +124,35 @@ def test_one_batch_predicts_the_excess_of_all_rows(noise):
     assert verdict.rows == 256
     assert measured / 1.5 < verdict.requested_excess < measured * 1.5
     assert verdict.loss == pytest.approx(loss, rel=0.3)
+
+
+@pytest.mark.parametrize("policy", ["recipe", "paper"])
+@pytest.mark.parametrize(("noise", "expected"), [(0.1, 0.0075), (0.03, 0.083), (0.01, 0.74)])
+def test_one_batch_predicts_what_the_solver_loses(noise, expected, policy):
+    """The loss of CA-SGD with the policy, on what it saw, over that of FP32 SGD; and on the features as they came."""
+    x, y = interpolating(noise, m=8192, n=32)
+    problem = Problem(features=x, targets=y, objective=SQUARED)
+    steps = 8192 // 32
+    schedule = Schedule("optimal", 0.25, alpha=1 / (0.25 * steps), t0=float(steps))
+
+    def solve(name, s):
+        return run_ca_sgd(problem, Options(s=s, batch_size=32, epochs=10, schedule=schedule, policy=name))
+
+    def loss(found, x_format="fp64", margin_format="fp64"):
+        z = round_to(x, x_format).astype(np.float64) @ found.weights.astype(np.float64) + found.intercept
+        return float(np.mean(np.square(round_to(z, margin_format).astype(np.float64) - y))) / 2
+
+    exact = loss(solve("fp32", 1))
+    found = solve(policy, 8)
+    formats = POLICIES[policy]
+    measured = loss(found, formats.x_storage, formats.margin_storage) / exact - 1
+    verdict = choose_policy(
+        problem, Options(batch_size=32, epochs=10, schedule=schedule, policy=policy), on_risk="warn"
+    )
+    assert measured / 1.5 < verdict.predicted_excess < measured * 1.5
+    assert verdict.predicted_excess == pytest.approx(expected * (2 if policy == "paper" else 1), rel=0.1)
+    assert abs(loss(found) / exact - 1) < measured / 10
+    assert "on the rounded features" in verdict.warnings[0]
 
 
 @pytest.mark.parametrize("objective", [LOGISTIC, POISSON])
@@ -311,6 +341,41 @@ def test_ordinary_data_keep_the_recipe(objective):
         assert verdict.policy == POLICIES["recipe"]
         assert verdict.warnings == ()
         assert verdict.predicted_excess < 1e-4
+
+
+@pytest.mark.parametrize(("m", "n"), [(2000, 500), (300, 160), (700, 385)])
+def test_too_few_rows_a_column_are_no_verdict(m, n):
+    x, y = interpolating(0.01, m=m, n=n)
+    verdict = judge(x, y)
+    assert verdict.policy == POLICIES["recipe"]
+    for figure in (verdict.predicted_excess, verdict.requested_excess, verdict.step_deviation, verdict.loss):
+        assert math.isnan(figure)
+    assert verdict.warnings == (verdict.unjudged_warning,)
+    assert f"cannot be judged before training: a sample of {verdict.rows} rows for {n} columns" in verdict.warnings[0]
+    assert judge(x, y, on_risk="raise").policy == POLICIES["recipe"]
+    # With weights the loss is known, however many columns there are.
+    w, _ = least_squares(x, y)
+    problem = Problem(features=x, targets=y, objective=SQUARED)
+    seen = choose_policy(problem, Options(policy=POLICIES["recipe"], schedule=Schedule(eta0=1e-6)), weights=w)
+    assert seen.unjudged_warning == ""
+    assert seen.policy != POLICIES["recipe"]
+    assert "near interpolation" in seen.warnings[0]
+
+
+def test_wide_features_that_bf16_holds_exactly_need_no_judgement():
+    x, y = interpolating(0.01, m=600, n=400)
+    verdict = judge(np.sign(x), y)
+    assert (verdict.predicted_excess, verdict.unjudged_warning) == (0.0, "")
+
+
+def test_fp32_has_no_excess_over_itself_where_the_loss_is_zero():
+    problem = Problem(features=np.ones((4, 2)), targets=np.full(4, 2.0), objective=SQUARED)
+    options = Options(policy=POLICIES["recipe"], schedule=Schedule(eta0=1e-6))
+    assert choose_policy(problem, options, weights=np.ones(2)).policy == POLICIES["recipe"]
+    problem = Problem(features=np.full((4, 2), 1 / 3), targets=np.full(4, 2 / 3), objective=SQUARED)
+    verdict = choose_policy(problem, options, weights=np.ones(2))
+    assert (verdict.policy, verdict.predicted_excess) == (POLICIES["fp32"], 0.0)
+    assert verdict.requested_excess == math.inf
 
 
 def test_separable_wide_and_constant_data_are_no_false_alarm():

@@ -1,12 +1,16 @@
 """Every call of an MpiCommunicator once; rank 0 prints what came out as one JSON line."""
 
 import json
+import os
+import warnings
 
 import ml_dtypes
 import numpy as np
 from counted import Counted
 
-from precision_time.casgd.comm import MpiCommunicator
+from precision_time.casgd.comm import MpiCommunicator, explain_staging
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # an MPI that takes GPU arrays could not take the class below
 
 
 class DeviceArray:
@@ -52,9 +56,19 @@ swapped = np.full(3, float(mine), dtype=">f4")
 comm.sum(swapped)
 out["swapped"] = swapped.tolist()
 comm.sum(np.zeros(0))
+staging = MpiCommunicator(counted, deadline_s=30)
+out["reason_before"] = explain_staging(staging)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for kind in (np.float32, np.float64):
+        on_device = np.full(3, float(mine), dtype=kind)
+        staging.sum(DeviceArray(on_device))
+        out[f"device_{np.dtype(kind).name}"] = on_device.tolist()
+out["reason"], out["probe"] = explain_staging(staging), staging.gpu.reason
+out["warnings"] = comm.gather([str(one.message) for one in caught])
 on_device = np.full(3, float(mine), dtype=ml_dtypes.bfloat16)
-MpiCommunicator(counted, deadline_s=30, gpu_aware=False).sum(DeviceArray(on_device))
-out["device"] = on_device.astype(float).tolist()
+staging.sum(DeviceArray(on_device))
+out["device_bfloat16"] = on_device.astype(float).tolist()
 
 first, second = np.full(3, float(mine)), np.full(100_000, float(mine), dtype=np.float32)
 pending = [comm.start_sum(first), comm.start_sum(second)]
