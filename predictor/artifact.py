@@ -12,7 +12,8 @@ from typing import Any
 
 from precision_time.predictor.hardware import HardwareSpec
 from precision_time.predictor.hierarchy import HierarchicalPredictor
-from precision_time.predictor.workload import WorkloadFeatures
+from precision_time.predictor.workload import WorkloadFeatures, describe_zoo
+from precision_time.predictor.zoo import ZooTable
 from precision_time.storage.artifact_cache import FetchedArtifact, fetch_artifact
 from precision_time.storage.configuration import configured_registry_url, read_configuration
 from precision_time.storage.errors import IntegrityError, NotFoundError
@@ -21,6 +22,7 @@ from precision_time.storage.registry import Registry
 
 __all__ = [
     "SERVING_FILES",
+    "WALKS",
     "PublishedPredictor",
     "load_artifact",
     "load_bundled",
@@ -38,8 +40,10 @@ DEFAULT_NAME = "default"
 BUNDLE = Path(__file__).parent / "data" / "bundled"
 #: The shipped walks of named models.
 ZOO = Path(__file__).parent / "data" / "zoo.parquet"
-#: What of an artifact answers; an artifact may lack the last two. What else it holds is for people and later gates.
-SERVING_FILES = ("predictor.json", "trees.npz", "workloads.json", "hardware.json")
+#: Of the zoo, what the networks that were trained on had in it: answers where another zoo is installed.
+WALKS = "walks.parquet"
+#: What of an artifact answers; an artifact may lack the last three. What else it holds is for people and later gates.
+SERVING_FILES = ("predictor.json", "trees.npz", "workloads.json", "hardware.json", WALKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,16 +200,20 @@ def _unpack(fetched: FetchedArtifact) -> PublishedPredictor:
             )
     _parse(files["predictor.json"], "predictor.json")
     notes = [f"{manifest.artifact_id}: {fetched.origin}"] if fetched.origin else []
+    workloads = tuple(WorkloadFeatures.from_dict(values) for values in _decode(files, "workloads.json"))
     if manifest.zoo_sha256 not in ("", zoo_digest()):
-        notes.append(
-            f"{manifest.artifact_id} was trained on another zoo than the installed one, so its answers for models of "
-            "the zoo may be off: install the precision-time that trained it "
-            f"({manifest.package_versions.get('precision-time', 'unknown')}), or retrain"
-        )
+        note = f"{manifest.artifact_id} was trained on another zoo than the installed one, so its answers for "
+        if WALKS in files:
+            workloads = describe_zoo(ZooTable(files[WALKS], name=f"{WALKS} of {manifest.artifact_id}"), workloads)
+            note += "models or inputs that it was not trained on may be off (it carries the walks of the others)"
+        else:
+            note += "models of the zoo may be off"
+        trained_by = manifest.package_versions.get("precision-time", "unknown")
+        notes.append(f"{note}: install the precision-time that trained it ({trained_by}), or retrain")
     return PublishedPredictor(
         manifest=manifest,
         predictor=HierarchicalPredictor.from_files(files),
-        workloads=tuple(WorkloadFeatures.from_dict(values) for values in _decode(files, "workloads.json")),
+        workloads=workloads,
         hardware=tuple(HardwareSpec.from_dict(values) for values in _decode(files, "hardware.json")),
         notes=tuple(notes),
         is_current=fetched.is_current,

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -40,6 +40,8 @@ _SMALLEST_ERROR = 0.1
 _LEGEND = "MAPE (boxes: the middle half of the rows, whiskers: 90 % of them)"
 _PANELS_IN_LINE = 3
 _MANY_POINTS = 200
+#: More points of a panel cover each other and weigh too much for a page; so many hexagons from side to side do not.
+_MOST_POINTS, _HEXAGONS_ACROSS = 1000, 60
 _INCHES = 3.3
 _DOTS_PER_INCH = 110
 #: Upper ends of the bins of a distance in doublings: the same, then each factor of 2 up to 8, then farther.
@@ -265,17 +267,7 @@ def plot_predicted(rows: PredictedRows, *, form: Form = "png") -> bytes:
                 limits, limits * (1 - _BAND), limits * (1 + _BAND), color="0.85", linewidth=0, label="within 25 %"
             )
             axes.plot(limits, limits, color="0.4", linewidth=0.8)
-            # a few points are to be seen, thousands are not to cover each other
-            size, alpha = (5, 0.35) if own.sum() > _MANY_POINTS else (18, 0.8)
-            axes.scatter(
-                rows.measured_s[own],
-                rows.predicted_s[own],
-                s=size,
-                alpha=alpha,
-                linewidths=0,
-                color="C0",
-                rasterized=True,
-            )
+            _draw_points(axes, rows.measured_s[own], rows.predicted_s[own], limits=limits)
             axes.set(xscale="log", yscale="log", xlim=limits, ylim=limits, aspect="equal")
             for axis in (axes.xaxis, axes.yaxis):
                 # few labels over many decades, enough over less than one
@@ -287,6 +279,19 @@ def plot_predicted(rows: PredictedRows, *, form: Form = "png") -> bytes:
             axes.set_title(f"{policy}: {own.sum()} rows, MAPE {100 * rows.errors[own].mean():.1f} %", fontsize=8)
         panels[0].legend(loc="upper left", frameon=False)
         return render_figure(figure, form)
+
+
+def _draw_points(axes: "Axes", measured: Floats, predicted: Floats, *, limits: Floats) -> None:
+    """A point a row; where they are too many, hexagons, the darker the more rows in them (white: less than one)."""
+    if len(measured) > _MOST_POINTS:
+        axes.hexbin(
+            measured, predicted, xscale="log", yscale="log", extent=(*np.log10(limits), *np.log10(limits)),
+            gridsize=_HEXAGONS_ACROSS, mincnt=1, bins="log", vmin=0.05, cmap="Blues", linewidths=0, rasterized=True,
+        )  # fmt: skip
+        return
+    # a few points are to be seen, hundreds are not to cover each other
+    size, alpha = (5, 0.35) if len(measured) > _MANY_POINTS else (18, 0.8)
+    axes.scatter(measured, predicted, s=size, alpha=alpha, linewidths=0, color="C0", rasterized=True)
 
 
 def plot_distance(rows: PredictedRows, *, form: Form = "png") -> bytes:
@@ -362,8 +367,7 @@ def draw_table(
 ) -> dict[str, bytes]:
     """``predicted.png`` and ``distance.png`` of an evaluated table."""
     rows = PredictedRows.of_table(table, title=title, domain=domain)
-    pictures: dict[str, Callable[..., bytes]] = {"predicted": plot_predicted, "distance": plot_distance}
-    return {f"{name}.{form}": draw(rows, form=form) for name, draw in pictures.items()}
+    return {f"predicted.{form}": plot_predicted(rows, form=form), f"distance.{form}": plot_distance(rows, form=form)}
 
 
 def write_plots(pictures: Mapping[str, bytes], folder: str) -> tuple[str, ...]:

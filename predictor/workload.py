@@ -10,10 +10,10 @@ from typing import Any
 
 from precision_time.predictor.cards import Card, Family, find_card, find_family, guess_kind, listed_models
 from precision_time.predictor.walk import POLICIES, Walk
-from precision_time.predictor.zoo import SIZES, ZooEntry, find_entry, zoo_names
+from precision_time.predictor.zoo import SIZES, ZooEntry, ZooTable, find_entry, find_name, zoo_names
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "describe_entry", "find_workload",
+__all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "describe_entry", "describe_zoo", "find_workload",
            "known_workloads", "walked_fields"]  # fmt: skip
 
 #: Kinds of ``families.csv`` that are made of attention and dense products.
@@ -263,6 +263,21 @@ def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
     )
 
 
+def describe_zoo(table: ZooTable, cards: Iterable[WorkloadFeatures]) -> tuple[WorkloadFeatures, ...]:
+    """Every network of ``table`` at each of its inputs, the usual one last, then ``cards`` with their walks of it."""
+    described = [
+        describe_entry(table.read_entry(row, network=network), name=network)
+        for network, rows in table.rows.items()
+        for row in sorted(rows, key=table.usual_row(network).__eq__)
+    ]
+    for card in cards:
+        known_as = find_name(card.name)
+        entry = table.find_entry(known_as, card.task_input) if known_as in table.rows else None
+        walked = card if entry is None or card.walks is not None else replace(card, walks=_walks_of(entry))
+        described.append(walked)
+    return tuple(described)
+
+
 def _keep_dense(walk: Walk, params: int) -> Walk:
     """``walk`` without tables: both passes read fp32 weights and the backward pass writes their gradients."""
     kept = walk.keep_weights(min(1.0, _PASSES_BYTES * params / max(1.0, walk.total("bytes_fixed"))))
@@ -327,7 +342,10 @@ def find_workload(name: str, *, task_input: str = "", measured: Iterable[Workloa
     """
     if not isinstance(name, str):
         raise InputError("not a model", got=repr(name), expected="a name")
-    own = {work.name: work for work in measured}
+    # An artifact may carry a network at several inputs: the one that is asked for comes last, so it stays.
+    own = {work.name: work for work in sorted(measured, key=lambda work: task_input in ("", work.task_input))}
+    if name not in own and (known_as := find_name(name)) in own and own[known_as].source == "zoo":
+        own[name] = replace(own[known_as], name=name)
     if name in own and task_input in ("", own[name].task_input):
         found = own[name]
         entry = find_entry(name, found.task_input) if found.walks is None else None

@@ -4,17 +4,17 @@ import csv
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 from precision_time.predictor.cards import find_family
 from precision_time.predictor.walk import Walk
-from precision_time.storage.columns import ColumnFile
+from precision_time.storage.columns import ColumnFile, encode_columns
 from precision_time.storage.errors import InputError, IntegrityError
 
-__all__ = ["COUNTS", "SIZES", "ZooEntry", "ZooTable", "find_entry", "find_name", "zoo_names"]
+__all__ = ["COUNTS", "SIZES", "ZooEntry", "ZooTable", "find_entry", "find_name", "pack_entries", "zoo_names"]
 
 #: Sizes that an entry may know.
 SIZES = (
@@ -26,6 +26,9 @@ COUNTS = ("params", "trained_params", "parameter_tensors", "buffer_bytes")
 
 #: Endings of published names that leave the network as it is.
 _ENDINGS = re.compile(r"_(?:hf|chat|instruct|it|pt|base_hf|uncased|v0_[1-9]|yaml|bf16|fp16)$")
+#: Columns of text; all others hold numbers.
+_TEXTS = ("name", "task_input", "source", "builds", "note")
+_COUNT = re.compile("(?:fp32|amp)_(?:forward|backward)_")
 _COCO_SIDE = math.sqrt(800.0 * 1088.0)
 
 
@@ -118,6 +121,45 @@ class ZooTable:
         except (LookupError, ValueError, InputError) as error:
             raise self._misfit(error) from error
 
+    def pack(self, networks: Iterable[str]) -> bytes:
+        """A file of the rows of ``networks``, names of this table, and of the rows that hold their walks."""
+        shared = self._numbers["same_as"]
+        asked = {row for network in networks for row in self.rows[network]}
+        kept = sorted(asked | {int(shared[row]) for row in asked if shared[row] >= 0})
+        places = {row: place for place, row in enumerate(kept)}
+        columns: dict[str, list[Any]] = {}
+        for name in _TEXTS:
+            told = self._file.text(name)
+            columns[name] = [told[row] for row in kept]
+        walked = [name for name in self._file.names if name.startswith(("fp32_", "amp_"))]
+        for names in ([name for name in self._file.names if name not in (*_TEXTS, *walked)], walked):
+            columns |= dict(zip(names, self._file.numbers(*names)[kept].T.tolist(), strict=True))
+        columns["same_as"] = [places.get(row, -1) for row in columns["same_as"]]
+        # Of the counts, only those that some network has.
+        return encode_columns(
+            {name: values for name, values in columns.items() if any(values) or not _COUNT.match(name)}
+        )
+
+    def find_entry(self, network: str, task_input: str) -> ZooEntry:
+        """The entry of a name of this table at ``task_input``, as the function ``find_entry`` says."""
+        rows = self.rows[network]
+        for row in rows:
+            if self.inputs[row] == task_input:
+                return self.read_entry(row, network=network)
+        usual = self.usual_row(network)
+        size = read_size(task_input)
+        if size is None:
+            return self.read_entry(usual, network=network)
+        known = [
+            (abs(math.log(size / found)), row != usual, row) for row in rows if (found := read_size(self.inputs[row]))
+        ]
+        if not known:
+            return self.read_entry(usual, network=network)
+        _, _, nearest = min(known)
+        entry = self.read_entry(nearest, network=network)
+        found = read_size(entry.task_input)
+        return entry if found is None or found == size else _resize(entry, size / found, task_input=task_input)
+
     def _read_walk(self, policy: str, place: int) -> Walk:
         names, table = self._walks[policy]
         values = table[place].tolist()
@@ -196,26 +238,13 @@ def find_entry(name: str, task_input: str = "") -> ZooEntry | None:
     Raises ``IntegrityError`` for a damaged file.
     """
     network = find_name(name)
-    if network is None:
-        return None
-    table = _table()
-    rows = table.rows[network]
-    for row in rows:
-        if table.inputs[row] == task_input:
-            return table.read_entry(row, network=network)
-    usual = table.usual_row(network)
-    size = read_size(task_input)
-    if size is None:
-        return table.read_entry(usual, network=network)
-    known = [
-        (abs(math.log(size / found)), row != usual, row) for row in rows if (found := read_size(table.inputs[row]))
-    ]
-    if not known:
-        return table.read_entry(usual, network=network)
-    _, _, nearest = min(known)
-    entry = table.read_entry(nearest, network=network)
-    found = read_size(entry.task_input)
-    return entry if found is None or found == size else _resize(entry, size / found, task_input=task_input)
+    return None if network is None else _table().find_entry(network, task_input)
+
+
+def pack_entries(names: Iterable[str]) -> bytes | None:
+    """A file like the zoo's with what it holds of the networks called ``names``, at every input; None for nothing."""
+    networks = {network for name in set(names) if (network := find_name(name)) is not None}
+    return _table().pack(networks) if networks else None
 
 
 def _resize(entry: ZooEntry, ratio: float, *, task_input: str) -> ZooEntry:

@@ -44,7 +44,7 @@ _FILE_PATTERN = r"(?:plots/)?[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _FILE = re.compile(_FILE_PATTERN)
 _RESERVED = {MANIFEST, "plots"}
 #: Fields that earlier manifests lack: left out of the digest where they say nothing, so that those stay sound.
-_LATER_FIELDS: dict[str, object] = {"zoo_sha256": "", "known_limits": []}
+_LATER_FIELDS: dict[str, object] = {"zoo_sha256": "", "known_limits": [], "accuracy_by_precision": {}}
 
 
 class ArtifactFile(BaseModel):
@@ -87,6 +87,8 @@ class ArtifactManifest(BaseModel):
     zoo_sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     #: in words, what the predictor was never trained on and where its intervals are not calibrated
     known_limits: list[str] = Field(default_factory=list)
+    #: the predictor and its baselines on the rows of each policy, 5-fold by configuration: policy -> method -> metric
+    accuracy_by_precision: dict[str, dict[str, dict[str, float | None]]] = Field(default_factory=dict)
     #: digest of all other fields; the registry fills it in when it publishes
     manifest_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
 

@@ -1,8 +1,9 @@
 """What an artifact says of itself to people: the accuracy card with its known limits, and its plots."""
 
+import re
 from collections.abc import Mapping
 
-from precision_time.predictor.artifact import zoo_digest
+from precision_time.predictor.artifact import WALKS, zoo_digest
 from precision_time.predictor.domain import REGIMES
 from precision_time.predictor.hardware import known_hardware
 from precision_time.predictor.hierarchy import HierarchicalPredictor
@@ -10,7 +11,7 @@ from precision_time.predictor.precision import PRECISIONS
 from precision_time.predictor.zoo import zoo_names
 from precision_time.storage.errors import InputError
 
-__all__ = ["complete_card", "list_limits", "place_plots"]
+__all__ = ["complete_card", "drop_plots", "list_limits", "place_plots"]
 
 
 def list_limits(predictor: HierarchicalPredictor, *, holdout_models: tuple[str, ...]) -> list[str]:
@@ -50,9 +51,15 @@ def complete_card(report: str, *, limits: list[str], data_sha256: str) -> str:
         "",
         *(f"- {limit}" for limit in limits),
         "",
-        f"Training data: SHA-256 `{data_sha256}`. Features of named models: the zoo of SHA-256 `{zoo_digest()}`.",
+        f"Training data: SHA-256 `{data_sha256}`. Features of named models: the zoo of SHA-256 `{zoo_digest()}`; "
+        f"`{WALKS}` holds what it says of the networks trained on, except in a bundle, which lies beside the zoo.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def drop_plots(card: str) -> str:
+    """``card`` without the lines that show plots, for where those stay behind."""
+    return re.sub(r"^!\[[^\]]*\]\(plots/[^)]*\)\n\n?", "", card, flags=re.MULTILINE)
 
 
 def place_plots(plots: Mapping[str, bytes]) -> dict[str, bytes]:

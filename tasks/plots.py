@@ -1,9 +1,9 @@
 """Pictures of a campaign and of a retraining, as the reports show them on Prefect's pages and beside the data."""
 
 import io
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,6 +47,7 @@ SHOWN = {
 MOST_PANELS = 6
 MOST_MODELS = 9
 _PANELS_IN_LINE = 3
+_COLOURS = 64
 _SPLIT = "configuration"
 _BASELINES = ("predictor", "precision_blind", "roofline", "closed_form")
 
@@ -88,7 +89,7 @@ def draw_campaign_plots(
             pictures["predicted.png"], remark = _draw_predicted(observed, name=name, registry=registry)
             remarks.append(remark)
         for file, draw in (("gpus.png", _draw_gpus), ("speedup.png", _draw_speedup)):
-            drawn, remark = draw(measurements)
+            drawn, remark = draw(measurements, [()] * len(measurements))
             if drawn is not None:
                 pictures[file] = drawn
             if remark:
@@ -101,12 +102,20 @@ def draw_campaign_plots(
 def draw_retraining_plots(validation: Validation, observations: Sequence[Observation]) -> dict[str, bytes]:
     """Predicted against measured of the 5-fold cross-validation, and its errors by precision, by file name.
 
-    ``observations`` are those that were validated. Raises ``InputError`` without matplotlib.
+    Beside them, where the rows support them, what a campaign shows of itself: time against GPUs and speed-up over fp32,
+    of the rows of campaigns where there are any, else of the tables'. ``observations`` are those that were validated.
+    Raises ``InputError`` without matplotlib.
     """
     rows = PredictedRows.of_cross_validation(validation.cross_validations[_SPLIT], observations)
+    own = [seen for seen in observations if seen.index < 0] or observations
+    measurements = [seen.measurement for seen in own]
+    # Rows of tables say more of what was run than a measurement holds; replicas are what a line goes along.
+    apart = [(replace(seen.setup.layout, data=1), seen.setup.implementation) for seen in own]
+    drawn = {"gpus.png": _draw_gpus(measurements, apart)[0], "speedup.png": _draw_speedup(measurements, apart)[0]}
     return {
         "predicted.png": _shrink(plot_predicted(rows)),
         "precision.png": _draw_accuracy(validation, rows.precisions),
+        **{name: png for name, png in drawn.items() if png is not None},
     }
 
 
@@ -167,18 +176,25 @@ def _by_precision(names: Iterable[str]) -> list[str]:
     return sorted(set(names), key=lambda name: (order.get(name, len(order)), name))
 
 
-def _draw_gpus(measurements: Sequence[Measurement]) -> tuple[bytes | None, str]:
-    """Panels of one model and batch each, those with the most numbers of GPUs first."""
-    panels: dict[tuple[object, ...], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+def _draw_gpus(measurements: Sequence[Measurement], apart: Sequence[Hashable]) -> tuple[bytes | None, str]:
+    """Panels of one model and batch each, those with the most numbers of GPUs first; repeats count by their median.
+
+    ``apart`` is what else tells the runs apart that no line may join, one entry a measurement.
+    """
+    panels: dict[tuple[object, ...], dict[str, dict[int, list[float]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     titles = {}
-    for seen in measurements:
+    several = len({seen.gpu for seen in measurements}) > 1
+    for seen, others in zip(measurements, apart, strict=True):
         stated = {option: value for option in OPTIONS if (value := getattr(seen, option)) not in (False, "none")}
         options = [option if value is True else f"{option} {value}" for option, value in stated.items()]
         accumulated = f" x {seen.gradient_accumulation_steps}" if seen.gradient_accumulation_steps > 1 else ""
-        title = ", ".join([f"{seen.model}, batch {seen.per_gpu_batch_size}{accumulated}", *options])
-        key = (seen.model, seen.per_gpu_batch_size, seen.gradient_accumulation_steps, seen.strategy, *options)
-        titles[key] = title
-        panels[key][seen.precision][seen.world_size] = seen.iteration_time_s
+        batch = seen.per_gpu_batch_size, seen.gradient_accumulation_steps
+        key = (*_machine(seen), *batch, seen.strategy, *options, others)
+        titles[key] = f"{seen.gpu}\n" * several
+        titles[key] += ", ".join([f"{seen.model}, batch {seen.per_gpu_batch_size}{accumulated}", *options])
+        panels[key][seen.precision][seen.world_size].append(seen.iteration_time_s)
     widths = {key: len({size for line in lines.values() for size in line}) for key, lines in panels.items()}
     scaled = sorted((key for key in panels if widths[key] > 1), key=lambda key: -widths[key])
     if not scaled:
@@ -190,8 +206,9 @@ def _draw_gpus(measurements: Sequence[Measurement]) -> tuple[bytes | None, str]:
         for own, key in zip(axes, scaled, strict=False):
             for precision in _by_precision(panels[key]):
                 line = sorted(panels[key][precision].items())
+                times_ms = [1e3 * float(np.median(seconds)) for _, seconds in line]
                 own.plot(
-                    [size for size, _ in line], [1e3 * seconds for _, seconds in line], "o-", markersize=3, linewidth=1,
+                    [size for size, _ in line], times_ms, "o-", markersize=3, linewidth=1,
                     color=colours[precision], label=precision,
                 )  # fmt: skip
             sizes = sorted({size for line in panels[key].values() for size in line})
@@ -210,21 +227,32 @@ def _draw_gpus(measurements: Sequence[Measurement]) -> tuple[bytes | None, str]:
     return drawn, f"{left} more models and batches are in the table only." if left > 0 else ""
 
 
-def _draw_speedup(measurements: Sequence[Measurement]) -> tuple[bytes | None, str]:
-    def without_precision(seen: Measurement) -> tuple[object, ...]:
+def _machine(seen: Measurement) -> tuple[object, ...]:
+    """What ran on what, as one source tells it."""
+    return (seen.source, seen.framework, seen.model, seen.task_input, seen.gpu)
+
+
+def _draw_speedup(measurements: Sequence[Measurement], apart: Sequence[Hashable]) -> tuple[bytes | None, str]:
+    """A point a cell that was measured in fp32 too, repeats by their median; ``apart`` as in ``_draw_gpus``."""
+    runs: dict[tuple[object, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    models_of = {}
+    for seen, others in zip(measurements, apart, strict=True):
         options = (getattr(seen, option) for option in OPTIONS)
         sizes = seen.world_size, seen.nodes, seen.per_gpu_batch_size, seen.gradient_accumulation_steps
-        return (seen.model, *sizes, seen.strategy, *options)
-
-    in_fp32 = {without_precision(seen): seen.iteration_time_s for seen in measurements if seen.precision == "fp32"}
+        key = (*_machine(seen), *sizes, seen.strategy, *options, others)
+        runs[key][seen.precision].append(seen.iteration_time_s)
+        models_of[key] = seen.model
     found: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for seen in measurements:
-        fp32_s = in_fp32.get(without_precision(seen))
-        if seen.precision != "fp32" and fp32_s is not None:
-            found[seen.precision].append((seen.model, fp32_s / seen.iteration_time_s))
+    for key, times in runs.items():
+        for precision in times.keys() - {"fp32"} if "fp32" in times else ():
+            ratio = float(np.median(times["fp32"]) / np.median(times[precision]))
+            found[precision].append((models_of[key], ratio))
     if not found:
         return None, "Speed-up is not drawn: no cell was measured in fp32 and in another precision."
-    models = sorted({model for points in found.values() for model, _ in points})
+    counts = Counter(model for points in found.values() for model, _ in points)
+    named = sorted(sorted(counts, key=lambda model: -counts[model])[:MOST_MODELS])
+    left = len(counts) - len(named)
+    models = [*named, *([f"{left} others"] if left else [])]
     with own_style():
         figure, (axes,) = lay_out(1, most_in_line=1)
         figure.set_size_inches(5.5, 3.6)
@@ -240,11 +268,11 @@ def _draw_speedup(measurements: Sequence[Measurement]) -> tuple[bytes | None, st
                 (place + 0.5 * ((number + 0.5) / len(models) - 0.5), ratio)
                 for place, precision in enumerate(precisions)
                 for own, ratio in found[precision]
-                if own == model
+                if (own if own in named else models[-1]) == model
             ]
             axes.scatter(
                 [place for place, _ in points], [ratio for _, ratio in points], s=14, alpha=0.7, linewidths=0,
-                color=f"C{number % MOST_MODELS}", label=model if number < MOST_MODELS else None,
+                color=f"C{number}", label=model,
             )  # fmt: skip
         axes.axhline(1.0, color="0.7", linewidth=0.8, linestyle="--")
         axes.set_xticks(range(len(precisions)), [f"{name} ({len(found[name])})" for name in precisions])
@@ -296,12 +324,12 @@ def _add_legend(figure: "Figure", panels: Sequence["Axes"]) -> None:
 
 
 def _shrink(png: bytes) -> bytes:
-    """The same picture with a palette: a third of the bytes, since a page of Prefect holds all of its pictures."""
+    """The same picture with a palette: a quarter of the bytes, since a page of Prefect holds all of its pictures."""
     from PIL import Image
 
     data = io.BytesIO()
     with Image.open(io.BytesIO(png)) as picture:
         # Coverage keeps the colour of a few points among all of the white; the usual choice turns them grey.
-        palette = picture.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        palette = picture.convert("RGB").quantize(_COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         palette.save(data, format="PNG", optimize=True)
     return data.getvalue()

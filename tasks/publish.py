@@ -11,6 +11,7 @@ from pathlib import Path
 from precision_time.predictor.api import DEFAULT_GPU
 from precision_time.predictor.artifact import (
     SERVING_FILES,
+    WALKS,
     PublishedPredictor,
     load_artifact,
     pack_artifact,
@@ -18,6 +19,7 @@ from precision_time.predictor.artifact import (
 )
 from precision_time.predictor.hierarchy import STAGE_FEATURES, HierarchicalPredictor
 from precision_time.predictor.learner import choose_parameters
+from precision_time.predictor.zoo import pack_entries
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.manifests import (
@@ -30,7 +32,7 @@ from precision_time.storage.manifests import (
     seal_manifest,
 )
 from precision_time.storage.registry import Registry
-from precision_time.tasks.accuracy_card import complete_card, list_limits, place_plots
+from precision_time.tasks.accuracy_card import complete_card, drop_plots, list_limits, place_plots
 from precision_time.tasks.train import Snapshot
 from precision_time.tasks.validate import Validation
 
@@ -142,11 +144,13 @@ def publish_predictor(
     With ``after``, a version above it that has exactly these files is taken as it is: an earlier attempt made it.
 
     The artifact holds the flat trees and XGBoost's JSON, the cards of models and devices that campaigns measured and
-    the package does not ship (what it ships is named by the digest of the zoo), ``report`` with the known limits, the
-    training rows, and ``plots`` (PNG or SVG by file name).
+    the package does not ship, the zoo's walks of what was trained on, ``report`` with the known limits, the training
+    rows, and ``plots`` (PNG or SVG by file name).
     """
     limits = list_limits(predictor, holdout_models=holdout_models)
+    walks = pack_entries(seen.measurement.model for seen in snapshot.training)
     files = pack_artifact(predictor, workloads=snapshot.workloads, hardware=snapshot.hardware) | {
+        **({} if walks is None else {WALKS: walks}),
         TRAINING_ROWS: _list_training_rows(snapshot, validation),
         ACCURACY_CARD: complete_card(report, limits=limits, data_sha256=snapshot.sha256).encode(),
         **place_plots(plots or {}),
@@ -169,6 +173,7 @@ def publish_predictor(
             seed=seed,
             parameters=choose_parameters(len(snapshot.training)),
             accuracy=validation.accuracy,
+            accuracy_by_precision=validation.by_precision,
             package_versions=_versions(),
             zoo_sha256=zoo_digest(),
             known_limits=limits,
@@ -193,15 +198,19 @@ def export_bundle(registry: str, reference: str, *, into: str | Path) -> Artifac
     """Put what of a published artifact answers questions into the folder ``into``, under a manifest of its own.
 
     The bundle is called like the folder and lies in ``<into>/<version>/``, so the parent folder reads as a registry;
-    models in XGBoost's own form, plots and the list of training rows stay behind. One that is there already is kept
-    when the new one would differ in its version, time and packages only, and else replaced by the next version.
+    models in XGBoost's own form, plots, walks (the zoo lies beside it) and the list of training rows stay behind. One
+    that is there already is kept when the new one would differ in its version, time and packages only, and else
+    replaced by the next version.
+
     Raises ``NotFoundError`` for an unknown reference, ``IntegrityError`` for an artifact that is not what was
     published, ``InputError`` above ``MAX_BUNDLE_BYTES`` and for a folder in which a registry keeps its versions.
     """
     folder = Path(into).expanduser().resolve()
     name = check_name(folder.name)
     source, files = Registry(registry).load(reference)
-    files = {path: data for path, data in files.items() if path in (*SERVING_FILES, ACCURACY_CARD)}
+    files = {path: data for path, data in files.items() if path in {*SERVING_FILES, ACCURACY_CARD} - {WALKS}}
+    if ACCURACY_CARD in files:
+        files[ACCURACY_CARD] = drop_plots(files[ACCURACY_CARD].decode()).encode()
     shelf = Registry(folder.parent)
     earlier = shelf.versions(name)
     if len(earlier) > 1 or shelf.aliases(name):

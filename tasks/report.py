@@ -43,6 +43,16 @@ def readable_accuracy(accuracy: Accuracy) -> list[dict[str, str]]:
     ]
 
 
+def _rows_by_precision(by_precision: Accuracy) -> list[dict[str, str]]:
+    """One row per policy and method, as people read it."""
+    return [
+        {"precision": policy, "method": METHOD_TITLES[method], "n": f"{metrics['n']:.0f}"}
+        | {heading: f"{metrics[_SHARES[heading]]:.1%}" for heading in ("MAPE", "median APE")}
+        for policy, methods in by_precision.items()
+        for method, metrics in methods.items()
+    ]
+
+
 def _list(names: Iterable[str], *, what: str) -> str:
     """All of a few names, the number of many."""
     distinct = sorted(set(names))
@@ -67,7 +77,7 @@ def write_report(
     drift: DriftReport | None = None,
     pictures: Sequence[str] = (),
 ) -> str:
-    """The accuracy card: data, splits with baselines and goals, intervals, what the trees lean on, gate and drift.
+    """The accuracy card: data, splits and precisions with baselines, intervals, what the trees lean on, gate, drift.
 
     ``importances`` are shares of the gain by feature, largest first. ``pictures`` are lines that show plots.
     """
@@ -83,7 +93,14 @@ def write_report(
         "Errors of the iteration time on rows that the method did not see; all methods on the same folds.",
         "",
     ]
-    lines += [*_tabulate(readable_accuracy(validation.accuracy)), "", *pictures]
+    lines += [*_tabulate(readable_accuracy(validation.accuracy)), ""]
+    if validation.by_precision:
+        lines += ["The same of 5-fold by configuration, on the rows of each precision:", ""]
+        lines += [*_tabulate(_rows_by_precision(validation.by_precision)), ""]
+    if validation.left_out:
+        lines += ["Not scored:", ""]
+        lines += [*(f"- {title_split(split)}: {reason}" for split, reason in validation.left_out.items()), ""]
+    lines += pictures
     lines += [f"Intervals at {validation.level:.0%}, as a factor around the prediction:", ""]
     lines += [f"- {regime}: x{math.exp(radius):.2f}" for regime, radius in validation.radii.items()]
     if not validation.radii:

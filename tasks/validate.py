@@ -1,14 +1,18 @@
 """Cross-validate on the training rows, score the held-out models, and find the intervals that hold."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from precision_time.predictor.accuracy import CrossValidation, cross_validate_all, score_holdout
+import numpy as np
+
+from precision_time.predictor.accuracy import SPEED_UP, CrossValidation, cross_validate_all, score_holdout
 from precision_time.predictor.learner import FEWEST_FOR_MANY
-from precision_time.predictor.leave_out import feasible_splits
+from precision_time.predictor.leave_out import SPLITS, feasible_splits
+from precision_time.predictor.observations import Observation
 from precision_time.predictor.pooling import Effect
 from precision_time.predictor.pooling_fit import estimate_effects
+from precision_time.predictor.precision import PRECISIONS
 from precision_time.tasks.train import Snapshot
 
 __all__ = ["Accuracy", "Validation", "chance_of_coverage", "coverage_holds", "validate_predictor"]
@@ -23,7 +27,10 @@ CALIBRATED_ON = {
     "new model and gpu": ("leave-gpu-out",),
     "beyond scale": ("scale",),
 }
-_CAMPAIGN_SPLITS = ("configuration", "leave-model-out", "leave-gpu-out")
+#: Whose errors are told by precision too.
+_BY_PRECISION = "configuration"
+_IMPOSSIBLE = "the rows do not hold both what teaches and what is left out"
+_ROW_OF_FEW = "of few rows not asked for, since only repeats tell it from 5-fold by configuration"
 #: A coverage this near to the level is as good as it; below, chance must explain it:
 COVERAGE_BAND = 0.05
 #: A coverage so low that chance alone gives it in fewer than one of a hundred gates stops the publication.
@@ -36,7 +43,9 @@ Accuracy = dict[str, dict[str, dict[str, float | None]]]
 class Validation:
     """Accuracy by split and method, out-of-fold predictions by split, and the interval radii they support.
 
-    ``effects`` say how these errors hang together, by which measured rows correct other answers.
+    ``effects`` say how these errors hang together, by which measured rows correct other answers. ``by_precision`` is
+    the accuracy of the 5-fold cross-validation by configuration on the rows of each policy, by method; ``left_out``
+    are the splits that were not scored, and why.
     """
 
     accuracy: Accuracy
@@ -44,21 +53,26 @@ class Validation:
     radii: dict[str, float]
     level: float
     effects: Mapping[str, Effect] = field(default_factory=dict)
+    by_precision: Accuracy = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Validation:
     """Every split the training rows allow, and the held-out models, each with its baselines.
 
-    A table of many rows is put to all splits; a campaign's own to 5-fold over configurations, and to leave-model-out
-    and leave-GPU-out where there are two networks or two chips.
+    Few rows, a campaign's own, are put to all splits but 5-fold by row, which takes as long as one of the others.
     """
     rows = snapshot.training
-    splits = feasible_splits(rows)
+    possible = feasible_splits(rows)
+    left_out = {split: _IMPOSSIBLE for split in SPLITS if split not in possible}
     if len(rows) < FEWEST_FOR_MANY:
-        splits = tuple(split for split in splits if split in _CAMPAIGN_SPLITS)
+        left_out["row"] = _ROW_OF_FEW
+    splits = tuple(split for split in possible if split not in left_out)
     done = cross_validate_all(
         rows, splits=splits, level=level, seed=seed, processes=1 if len(rows) < FEWEST_FOR_MANY else 2
     )
+    if SPEED_UP not in done:
+        left_out[SPEED_UP] = _IMPOSSIBLE
     accuracy: Accuracy = {split: result.metrics() for split, result in done.items()}
     if snapshot.holdout:
         accuracy["holdout"] = score_holdout(rows, snapshot.holdout, seed=seed)
@@ -75,7 +89,19 @@ def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Valida
         radii={regime: radius for regime, radius in radii.items() if radius is not None},
         level=level,
         effects=estimate_effects(done, rows, seed=seed),
+        by_precision=_score_by_precision(done[_BY_PRECISION], rows) if _BY_PRECISION in done else {},
+        left_out=left_out,
     )
+
+
+def _score_by_precision(result: CrossValidation, rows: Sequence[Observation]) -> Accuracy:
+    """Metrics by policy and method: of each method on the rows of the policy."""
+    policies = np.array([rows[row].setup.precision.name for row in result.rows])
+    return {
+        policy: result.restrict(policies == policy, split=result.split).metrics()
+        for policy in PRECISIONS
+        if (policies == policy).any()
+    }
 
 
 def chance_of_coverage(covered: int, rows: int, level: float) -> float:

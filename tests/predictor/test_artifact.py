@@ -1,5 +1,6 @@
 """The artifact that comes with the package answers when nothing else is configured, and passes the same checks."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from precision_time import predict_time
-from precision_time.predictor import artifact
+from precision_time.predictor import artifact, workload
 from precision_time.predictor.artifact import (
     load_artifact,
     load_bundled,
@@ -17,8 +18,10 @@ from precision_time.predictor.artifact import (
     standing_artifact,
     zoo_digest,
 )
+from precision_time.predictor.estimate import TimeEstimate
 from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.observations import observe
+from precision_time.predictor.zoo import ZooEntry, pack_entries
 from precision_time.storage.errors import IntegrityError, NotFoundError, UnreachableError
 from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
@@ -228,6 +231,51 @@ def test_what_was_published_with_sound_digests_and_senseless_content_is_refused(
     assert crafted != files
     _republish(str(tmp_path), crafted, source)
     with pytest.raises(IntegrityError):
+        predict_time(**QUESTION, artifact=f"{tmp_path}/default")
+
+
+def test_where_another_zoo_is_installed_the_walks_of_the_artifact_answer(
+    tmp_path: Path, registry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The zoo of a later package says twice the work of ResNet-50; the artifact was trained on what it said before."""
+    source, files = Registry(registry).load("default")
+    walks = pack_entries(["resnet50", "mlp"])
+    assert walks is not None
+    _republish(str(tmp_path), files | {"walks.parquet": walks}, source.model_copy(update={"zoo_sha256": zoo_digest()}))
+    _republish(str(tmp_path / "without"), files, source.model_copy(update={"zoo_sha256": zoo_digest()}))
+
+    def ask(model: str, folder: Path = tmp_path, *, task_input: str = "") -> TimeEstimate:
+        return predict_time(
+            model, "fp32", batch_size=32, gpu="A100", artifact=f"{folder}/default", task_input=task_input
+        )
+
+    # a name as it is in the zoo, another spelling, an input by name, and a model of which the artifact has a card too
+    questions = [("resnet50", ""), ("ResNet-50", ""), ("resnet50", "224"), ("mlp", "")]
+    before = [ask(model, task_input=size) for model, size in questions]
+    find_entry = workload.find_entry
+
+    def find_doubled(name: str, task_input: str = "") -> ZooEntry | None:
+        entry = find_entry(name, task_input)
+        return None if entry is None else dataclasses.replace(entry, fp32=entry.fp32.resize(2.0, attention_factor=2.0))
+
+    monkeypatch.setattr(workload, "find_entry", find_doubled)
+    monkeypatch.setattr(artifact, "zoo_digest", lambda: "0" * 64)
+    load_artifact.cache_clear()
+    after = [ask(model, task_input=size) for model, size in questions]
+    assert [one.iteration_time_s for one in after] == [one.iteration_time_s for one in before]
+    assert any("it carries the walks of the others" in reason for reason in after[0].reasons)
+    without = ask("resnet50", tmp_path / "without")
+    assert without.iteration_time_s > 1.5 * before[0].iteration_time_s
+    assert any("models of the zoo may be off" in reason for reason in without.reasons)
+
+
+def test_walks_that_are_damaged_are_refused_where_they_are_needed(tmp_path: Path, registry: str) -> None:
+    source, files = Registry(registry).load("default")
+    walks = pack_entries(["mlp"])
+    assert walks is not None
+    crafted = files | {"walks.parquet": walks[:-20]}
+    _republish(str(tmp_path), crafted, source.model_copy(update={"zoo_sha256": "0" * 64}))
+    with pytest.raises(IntegrityError, match=r"walks\.parquet"):
         predict_time(**QUESTION, artifact=f"{tmp_path}/default")
 
 

@@ -1,5 +1,6 @@
 """What ships answers the README's call, and its answers keep the order that physics asks for."""
 
+import hashlib
 import json
 import math
 import os
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from precision_time import predict_time
-from precision_time.predictor.artifact import BUNDLE, load_bundled
+from precision_time.predictor.artifact import BUNDLE, load_bundled, zoo_digest
 
 pytestmark = pytest.mark.bundle
 
+#: What `make bundle` called it last.
+BUNDLED = "bundled@5"
 A100 = {"gpu": "A100-SXM4-80GB", "batch_size": 128}
 
 
@@ -26,7 +29,7 @@ def _no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_call_of_the_readme_is_answered_by_the_bundle() -> None:
     estimate = predict_time(model="resnet50", precision="mixed_fp16_fp32", gpus=8, batch_size=256)
-    assert estimate.artifact_id == "bundled@4"
+    assert estimate.artifact_id == BUNDLED
     assert estimate.regime == "known"
     # Public runs of this configuration take 0.09 to 0.16 s.
     assert 0.07 < estimate.iteration_time_s < 0.2
@@ -37,6 +40,34 @@ def test_it_weighs_less_than_five_megabytes_and_holds_what_serves() -> None:
     files = [path for path in BUNDLE.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 5e6
     assert {path.name for path in files} == {"manifest.json", "predictor.json", "trees.npz", "report.md"}
+
+
+def test_it_says_what_it_was_made_of_and_what_it_does_not_know() -> None:
+    bundled = load_bundled()
+    assert bundled is not None
+    manifest = bundled.manifest
+    table = (BUNDLE.parent / "measurements.parquet").read_bytes()
+    assert manifest.zoo_sha256 == zoo_digest()
+    assert manifest.training_data_sha256 == hashlib.sha256(table).hexdigest()
+    assert any(limit.startswith("trained on 665 networks") for limit in manifest.known_limits)
+    card = (BUNDLE / str(manifest.version) / "report.md").read_text(encoding="utf-8")
+    limits = card.partition("\n## Known limits\n")[2]
+    assert all(f"- {limit}\n" in limits for limit in manifest.known_limits)
+    assert manifest.training_data_sha256 in limits
+    assert manifest.zoo_sha256 in limits
+
+
+def test_its_errors_are_told_by_precision() -> None:
+    bundled = load_bundled()
+    assert bundled is not None
+    manifest = bundled.manifest
+    assert set(manifest.accuracy_by_precision) == set(manifest.precisions)
+    methods = manifest.accuracy["configuration"]
+    for method, metrics in methods.items():
+        parts = [found[method] for found in manifest.accuracy_by_precision.values()]
+        assert sum(part["n"] or 0.0 for part in parts) == metrics["n"] == manifest.training_rows
+        mean = sum((part["n"] or 0.0) * (part["mape"] or 0.0) for part in parts) / manifest.training_rows
+        assert mean == pytest.approx(metrics["mape"])
 
 
 def test_its_intervals_cover_what_they_promise_on_every_split() -> None:
@@ -80,7 +111,7 @@ def test_more_work_takes_longer() -> None:
 def test_what_was_learned_on_gpus_says_nothing_of_a_cpu() -> None:
     estimate = predict_time("resnet50", "fp32", gpu="cpu", batch_size=32)
     assert estimate.artifact_id is None
-    assert any("bundled@4 does not speak of cpu" in reason for reason in estimate.reasons)
+    assert any(f"{BUNDLED} does not speak of cpu" in reason for reason in estimate.reasons)
 
 
 def test_a_new_process_answers_without_any_heavy_library() -> None:
@@ -91,7 +122,7 @@ def test_a_new_process_answers_without_any_heavy_library() -> None:
         "print(json.dumps([artifact, sorted(heavy)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout) == ["bundled@4", []]
+    assert json.loads(done.stdout) == [BUNDLED, []]
 
 
 def test_a_new_process_without_a_network_is_answered(tmp_path: Path) -> None:
@@ -111,4 +142,4 @@ def test_a_new_process_without_a_network_is_answered(tmp_path: Path) -> None:
         env=environment | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["bundled@4"] * 3
+    assert done.stdout.split() == [BUNDLED] * 3

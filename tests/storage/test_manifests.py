@@ -1,5 +1,6 @@
 """What may be published: one rule for names, and a manifest that lists exactly the files or is refused."""
 
+import hashlib
 import json
 import os
 import sys
@@ -97,6 +98,26 @@ def test_a_manifest_of_another_schema_is_refused_with_both_versions(
     path.write_bytes(json.dumps({**values, "schema_version": version, "later_field": 1}).encode())
     with pytest.raises(IntegrityError, match=f"schema version {version}; expected: schema version 1"):
         local.load("demo@1")
+
+
+def test_a_manifest_of_before_a_field_was_added_stays_sound_and_a_full_one_keeps_it(
+    local: Registry, publish: Publish, describe_as: Callable[..., Describe]
+) -> None:
+    errors = {"fp32": {"predictor": {"n": 3.0, "mape": 0.1, "median_ape": None}}}
+    local.publish("demo", {"a": b"1"}, describe=describe_as("demo", accuracy_by_precision=errors))
+    assert local.manifest("demo@1").accuracy_by_precision == errors
+    path = Path(local.url) / "demo/1/manifest.json"
+    values = json.loads(path.read_bytes())
+    for later in ("zoo_sha256", "known_limits", "accuracy_by_precision", "manifest_sha256"):
+        del values[later]
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    path.write_bytes(json.dumps({**values, "manifest_sha256": digest}).encode())
+    earlier = local.manifest("demo@1")
+    assert (earlier.zoo_sha256, earlier.known_limits, earlier.accuracy_by_precision) == ("", [], {})
+    changed = {"fp32": {"predictor": {"n": 4.0, "mape": 0.1, "median_ape": None}}}
+    path.write_bytes(json.dumps({**values, "manifest_sha256": digest, "accuracy_by_precision": changed}).encode())
+    with pytest.raises(IntegrityError, match="not what was published"):
+        local.manifest("demo@1")
 
 
 # --- names

@@ -8,6 +8,7 @@ import pytest
 from precision_time.predictor.artifact import zoo_digest
 from precision_time.predictor.hierarchy import HierarchicalPredictor
 from precision_time.predictor.observations import observe
+from precision_time.predictor.zoo import ZooTable
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError
 from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
@@ -155,7 +156,7 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
             HierarchicalPredictor.fit(rows).with_intervals({"known": 0.1, "new model": 0.4}, level=0.9),
             snapshot,
             Validation(accuracy={}, cross_validations={}, radii={}, level=0.9),
-            report="# Card\n",
+            report="# Card\n\n![Speed](plots/speed.svg)\n\n![Error](plots/error.png)\n\nThe rest.\n",
             registry=str(tmp_path),
             name="default",
             alias="champion",
@@ -168,8 +169,16 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
     assert files["plots/error.png"] == plots["error.png"]
     assert files["plots/speed.svg"] == plots["speed.svg"]
     assert {"trees.npz", "xgboost-compute.json", "training.json"} <= set(files)
+    walks = ZooTable(files["walks.parquet"], name="walks")
+    assert {seen.measurement.model for seen in rows} <= set(walks.rows)
+    assert len(files["walks.parquet"]) < 60_000
+    bundle = export_bundle(str(tmp_path), manifest.artifact_id, into=tmp_path / "beside" / "bundled")
+    assert {file.path for file in bundle.files} == {"predictor.json", "report.md", "trees.npz"}
     card = files[publish.ACCURACY_CARD].decode()
-    assert card.startswith("# Card\n\n## Known limits\n")
+    assert card.startswith("# Card\n\n![Speed](plots/speed.svg)\n")
+    beside = Registry(tmp_path / "beside").load(bundle.artifact_id)[1][publish.ACCURACY_CARD].decode()
+    assert beside.startswith("# Card\n\nThe rest.\n\n## Known limits\n")
+    assert card.endswith(beside.removeprefix("# Card\n\n"))
     assert all(limit in card for limit in (*manifest.known_limits, manifest.training_data_sha256, zoo_digest()))
     told = "; ".join(manifest.known_limits)
     for limit in (
