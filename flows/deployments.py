@@ -24,6 +24,8 @@ __all__ = ["POOL", "Nightly", "PlannedDeployment", "load_forms", "plan_deploymen
 POOL = "campaigns"
 TAGS = ("precision-time",)
 NIGHTLY_CRON = "15 2 * * *"
+#: Parameters that a person may set on the deployment's page, and that registering again leaves as they are.
+KEPT = ("stale_after_days",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +73,17 @@ class PlannedDeployment:
 
 
 def plan_deployments(
-    home: Path | str, *, cluster: str = "auto", ranks: tuple[int, ...] = (1, 2), nightly: Nightly | None = None
+    home: Path | str,
+    *,
+    cluster: str = "auto",
+    ranks: tuple[int, ...] = (1, 2),
+    nightly: Nightly | None = None,
+    stale_after_days: float | None = None,
 ) -> list[PlannedDeployment]:
     """The deployments for a worker whose data, registry and working directory lie in ``home`` (absolute).
 
-    Campaigns start with ``cluster`` and ``ranks`` in the form. Paths in the parameters are absolute: a run starts in a
+    Campaigns start with ``cluster`` and ``ranks`` in the form. ``stale_after_days`` is that of the nightly retraining;
+    None leaves what its deployment has, or else the form's own. Paths in the parameters are absolute: a run starts in a
     folder of its worker, and a relative one would vanish with it.
     """
     home = str(home)
@@ -97,6 +105,7 @@ def plan_deployments(
         "retrain_after": False,
     }
     retraining = {"data": data, "registry": registry, "name": "default"}
+    staleness = {} if stale_after_days is None else {"stale_after_days": stale_after_days}
     return [
         PlannedDeployment(
             flow_name="profiling-campaign",
@@ -121,7 +130,7 @@ def plan_deployments(
             entrypoint="precision_time.flows.nightly.nightly_retrain",
             description="Watch for drift, retrain on what is new, and publish only what is not worse than the "
             "champion. Of several missed nights one run does the work.",
-            parameters={"spec": {**retraining, "catch_up": "latest"}},
+            parameters={"spec": {**retraining, "catch_up": "latest", **staleness}},
             nightly=nightly or Nightly(),
             job_variables=job_variables,
         ),
@@ -190,7 +199,7 @@ def _register(
         entrypoint=planned.entrypoint,
         description=planned.description,
         tags=list(planned.tags),
-        parameters=planned.parameters,
+        parameters=_parameters(client, planned),
         parameter_openapi_schema=form,
         enforce_parameter_schema=True,
         schedules=_schedules(client, planned, keep=keep),
@@ -200,6 +209,18 @@ def _register(
         pull_steps=[],
         job_variables=planned.job_variables,
     )
+
+
+def _parameters(client: "SyncPrefectClient", planned: PlannedDeployment) -> dict[str, Any]:
+    """Those of the plan, and what a person has set on the deployment's page and the plan leaves open."""
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        standing = client.read_deployment_by_name(planned.full_name).parameters.get("spec", {})
+    except ObjectNotFound:
+        standing = {}
+    kept = {name: standing[name] for name in KEPT if name in standing}
+    return {"spec": kept | planned.parameters["spec"]}
 
 
 def _schedules(

@@ -32,6 +32,10 @@ def up(
         str | None, typer.Option(help="Retrain by this cron line, such as '15 2 * * *'; 'off' switches it off.")
     ] = None,
     timezone: Annotated[str, typer.Option(help="Time zone of --nightly, such as Europe/Berlin.")] = "UTC",
+    stale_after: Annotated[
+        float | None,
+        typer.Option(help="Days after which a champion is stale; else as it was, at first 30.", min=0.001, max=36500),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring everything up on this machine: Prefect with its pages, the deployments, a worker, a Dask cluster.
@@ -64,6 +68,7 @@ def up(
         workers=workers,
         with_worker=not no_worker,
         nightly=schedule,
+        stale_after_days=stale_after,
     )
     stay_up(settings, announce=announce, say=lambda text: typer.echo(text, err=True))
 

@@ -6,15 +6,16 @@ from typing import Any, Literal
 
 from prefect.events import emit_event
 
-__all__ = ["FINISHED", "RESOURCES", "PredictorEvent", "announce", "event_name"]
+__all__ = ["RESOURCES", "PredictorEvent", "announce", "event_name"]
 
-PredictorEvent = Literal["published", "held-back", "nothing-new", "drifting", "rolled-back"]
+#: A retraining ends with one of the first four; a nightly one that ended well, with whichever, adds ``night-ended``.
+PredictorEvent = Literal[
+    "published", "held-back", "nothing-new", "too-little-data", "night-ended", "drifting", "stale", "rolled-back"
+]
 
 _PREFIX = "precision-time.predictor"
 #: What an automation matches to see the events of every predictor.
 RESOURCES = f"{_PREFIX}.*"
-#: A retraining that ended well sends one of these.
-FINISHED: tuple[PredictorEvent, ...] = ("published", "held-back", "nothing-new")
 
 _log = logging.getLogger(__name__)
 

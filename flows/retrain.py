@@ -15,11 +15,12 @@ from precision_time.flows.retrain_spec import RetrainSpec
 from precision_time.flows.summary import RetrainResult, RetrainStatus
 from precision_time.predictor.explain import feature_importances
 from precision_time.predictor.hierarchy import HierarchicalPredictor
-from precision_time.storage.errors import InputError, StorageError, TooLittleDataError
+from precision_time.storage.errors import InputError, PrecisionTimeError, StorageError, TooLittleDataError
 from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
 from precision_time.tasks.drift import DriftReport, watch_drift
 from precision_time.tasks.gate import GateDecision, judge_challenger
+from precision_time.tasks.notes import Notes
 from precision_time.tasks.plots import draw_retraining_plots, show_plots
 from precision_time.tasks.publication import Standing, find_standing, publish_in_turn
 from precision_time.tasks.publish import publish_predictor
@@ -34,7 +35,8 @@ Result = TypeVar("Result")
 #: Runs that published while this one judged, after which it leaves the rest to the next night.
 MOST_ROUNDS = 3
 _EVENTS: dict[RetrainStatus, PredictorEvent] = {
-    "published": "published", "held back": "held-back", "nothing new": "nothing-new"
+    "published": "published", "held back": "held-back", "nothing new": "nothing-new",
+    "too little data": "too-little-data",
 }  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def _read(spec: RetrainSpec) -> Snapshot | TooLittleDataError:
 
 def _wait_for_data(spec: RetrainSpec, error: TooLittleDataError) -> RetrainResult:
     get_run_logger().info(error.message)
-    return RetrainResult(
+    result = RetrainResult(
         status="too little data",
         artifact_id=None,
         reasons=[error.message],
@@ -124,6 +126,8 @@ def _wait_for_data(spec: RetrainSpec, error: TooLittleDataError) -> RetrainResul
         training_data_sha256="",
         accuracy={},
     )
+    _announce(spec, result)
+    return result
 
 
 def _judge_and_publish(
@@ -153,6 +157,15 @@ def _judge_and_publish(
             _conclude, spec, snapshot, accuracy=validation.accuracy, decision=decision, drift=drift
         )
         if not decision.passed:
+            _leave_note(
+                functools.partial(
+                    _notes(spec).hold_back,
+                    snapshot.sha256,
+                    champion=standing.champion,
+                    settings_sha256=spec.settings_sha256,
+                    reasons=decision.reasons,
+                )
+            )
             return conclude("held back", standing, reasons=decision.reasons)
         manifest = _publish(
             spec, snapshot, predictor, validation, report=report, plots=pictures, standing=standing, token=token
@@ -234,22 +247,45 @@ def _look_up(spec: RetrainSpec, snapshot: Snapshot) -> Standing:
         name=spec.name,
         alias=spec.alias,
         holdout_models=spec.holdout_models,
+        settings_sha256=spec.settings_sha256,
     )
     return _take("champion", look_up, patience=_patience(spec))
 
 
 def _watch(spec: RetrainSpec, snapshot: Snapshot, standing: Standing) -> DriftReport | None:
-    """What was measured since the champion was trained, against its intervals; when it drifts, an event says so."""
-    if standing.champion is None:
+    """What was measured since the champion was trained, against its intervals.
+
+    When it drifts an event says so, once for the same rows: they stay new every night until something is published.
+    """
+    champion = standing.champion
+    if champion is None:
         return None
     new = [seen for seen in snapshot.training if seen.measurement.cell_id not in standing.trained]
-    drift = _take("drift watch", functools.partial(watch_drift, new, champion=standing.champion))
-    log = get_run_logger()
-    (log.warning if drift.verdict == "drifting" else log.info)(drift.summary)
+    drift = _take("drift watch", functools.partial(watch_drift, new, champion=champion))
     LiveTable("predictor-drift", description=f"{spec.name}: {drift.summary}").write_rows(drift.table())
-    if drift.verdict == "drifting":
+    log, notes = get_run_logger(), _notes(spec)
+    told = functools.partial(notes.is_drift_told, new, champion=champion)
+    if drift.verdict != "drifting":
+        log.info(drift.summary)
+    elif _take("earlier drift", told, patience=_patience(spec)):
+        log.info("%s; told before of the same rows", drift.summary)
+    else:
+        log.warning(drift.summary)
         announce("drifting", name=spec.name, payload={"summary": drift.summary, "rows": drift.table()})
+        _leave_note(functools.partial(notes.tell_drift, new, champion=champion))
     return drift
+
+
+def _notes(spec: RetrainSpec) -> Notes:
+    return Notes(spec.registry, name=spec.name, alias=spec.alias)
+
+
+def _leave_note(write: Callable[[], None]) -> None:
+    """A note that cannot be written costs the next run some work, and not this one its end."""
+    try:
+        write()
+    except PrecisionTimeError as error:
+        get_run_logger().warning("no note was left for the next retraining: %s", error)
 
 
 def _draw(validation: Validation, snapshot: Snapshot) -> dict[str, bytes]:
@@ -313,12 +349,13 @@ def _conclude(
     logger.info("%s: %s", status, result.artifact_id or "no artifact is in use")
     for reason in reasons:
         logger.info(reason)
-    announce(
-        _EVENTS[status],
-        name=spec.name,
-        payload=result.model_dump(mode="json", include={"status", "artifact_id", "reasons", "rows", "decision"}),
-    )
+    _announce(spec, result)
     return result
+
+
+def _announce(spec: RetrainSpec, result: RetrainResult) -> None:
+    told = result.model_dump(mode="json", include={"status", "artifact_id", "reasons", "rows", "decision"})
+    announce(_EVENTS[result.status], name=spec.name, payload=told)
 
 
 def run_retraining(spec: RetrainSpec) -> RetrainResult:

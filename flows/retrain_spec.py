@@ -1,5 +1,7 @@
 """What a retraining, a nightly one and a roll back are told: checked values whose JSON schemas are Prefect's forms."""
 
+import hashlib
+import json
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -70,9 +72,15 @@ class RetrainSpec(BaseModel):
             )
         return self
 
+    @property
+    def settings_sha256(self) -> str:
+        """The digest of all of it but how it waits for storage."""
+        told = self.model_dump(mode="json", exclude={"publish_attempts", "publish_wait_s"})
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
 
 class NightlySpec(RetrainSpec):
-    """A retraining that runs by itself: what it does with nights that were missed."""
+    """A retraining that runs by itself: what it does with nights that were missed, and what it minds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, title="Nightly retraining")
 
@@ -84,6 +92,16 @@ class NightlySpec(RetrainSpec):
             "them, all does each.",
         ),
     ] = "latest"
+    stale_after_days: Annotated[
+        float,
+        Field(
+            title="Stale after",
+            description="Days. A night that ends with an older artifact in use, or with none so long after the "
+            "deployment was made, sends an event, which the automation 'a predictor is stale' watches.",
+            gt=0,
+            le=36_500,
+        ),
+    ] = 30.0
 
     def retraining(self) -> RetrainSpec:
         """The retraining of one night."""

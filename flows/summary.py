@@ -155,7 +155,8 @@ def summarise(
         cells_planned=plan.goal,
         cells_in_grid=len(plan.cells),
         cells_recorded=in_dataset,
-        cells_measured=len(recorded),
+        # One without rows was recorded by another campaign.
+        cells_measured=sum(outcome.rows > 0 for outcome in recorded),
         cells_left=max(0, plan.goal - in_dataset - len(failed)),
         rows=sum(rows.get(planned.cell_id, 0) for planned in plan.cells),
         rows_added=sum(outcome.rows for outcome in recorded),

@@ -12,6 +12,7 @@ from precision_time.storage.exclusive import hold_exclusively
 from precision_time.storage.filesystem import Store, open_store
 from precision_time.storage.manifests import ArtifactManifest, check_alias, check_name
 from precision_time.storage.registry import Registry
+from precision_time.tasks.notes import Notes
 from precision_time.tasks.publish import find_champion, is_trained_on, trained_rows
 from precision_time.tasks.train import Snapshot
 
@@ -75,12 +76,19 @@ def publish_in_turn(
 
 
 def find_standing(
-    snapshot: Snapshot, *, registry: str, name: str, alias: str, holdout_models: tuple[str, ...]
+    snapshot: Snapshot, *, registry: str, name: str, alias: str, holdout_models: tuple[str, ...], settings_sha256: str
 ) -> Standing:
-    """What ``name@alias`` is now, what taught it, and whether ``snapshot`` has anything for it."""
+    """What ``name@alias`` is now, what taught it, and whether ``snapshot`` has anything for it.
+
+    It has nothing when it made the champion, or a version that was taken out of use, or a challenger that was held
+    back with the same settings (their digest is ``settings_sha256``, see ``Notes``): the gate would say the same.
+    """
     champion = find_champion(registry, f"{name}@{alias}")
     withdrawn = _find_withdrawn(
         snapshot, registry=registry, name=name, alias=alias, champion=champion, holdout_models=holdout_models
+    )
+    held_back = Notes(registry, name=name, alias=alias).find_held_back(
+        snapshot.sha256, champion=champion, settings_sha256=settings_sha256
     )
     unneeded = None
     if champion is not None and is_trained_on(champion.manifest, snapshot, holdout_models=holdout_models):
@@ -90,6 +98,8 @@ def find_standing(
             f"no data is new since {withdrawn.artifact_id}, which was taken out of use: "
             f"`precision-time registry alias {name} {alias} {withdrawn.version}` brings it back"
         )
+    elif held_back is not None:
+        unneeded = f"held back before on the same data, because {held_back}"
     return Standing(
         champion=champion, trained={} if champion is None else trained_rows(registry, champion), unneeded=unneeded
     )

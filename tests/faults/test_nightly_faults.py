@@ -124,10 +124,35 @@ def test_a_better_challenger_replaces_the_champion_a_worse_one_does_not_and_a_ro
     assert any("the champion's" in reason and ": worse" in reason for reason in worse["reasons"])
     assert in_use() == "default@2"
     assert Registry(registry).versions("default") == [1, 2]
+    # The same data, champion and settings: nothing to be judged again, by hand or by night.
+    code, again = retrain()
+    assert (code, again["status"], again["artifact_id"]) == (0, "nothing new", "default@2")
+    assert again["reasons"] == ["held back before on the same data, because " + "; ".join(worse["reasons"])]
 
     assert run_command(["registry", "rollback", "default", "--url", registry]) == 0
     assert capsys.readouterr().out.strip() == "default@champion is version 1"
     assert in_use() == "default@1"
+
+
+def test_a_night_whose_challenger_is_worse_than_the_champion_ends_completed_with_the_numbers_as_its_reason(
+    server: PrefectServer, tmp_path: Path, measure, record
+) -> None:
+    from precision_time.flows.nightly import nightly_retrain
+    from precision_time.flows.retrain_spec import NightlySpec
+
+    data, registry = str(tmp_path / "timings"), str(tmp_path / "registry")
+    with client_of(server) as client:
+        record(data, measure(models=("mlp", "vit_tiny")))
+        nightly_retrain(NightlySpec(data=data, registry=registry))
+        record(data, measure(models=("mlp", "vit_tiny"), noise=1.0, seed=5))
+        state = nightly_retrain(NightlySpec(data=data, registry=registry), return_state=True)
+        run = client.read_flow_run(state.state_details.flow_run_id)
+        assert run.name == "nightly retrain default"
+        assert run.state.is_completed()
+    night = state.result().retraining
+    assert (night.status, night.artifact_id) == ("held back", "default@1")
+    assert any("the champion's" in reason and ": worse" in reason for reason in night.reasons)
+    assert Registry(registry).aliases("default") == {"champion": 1}
 
 
 def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
@@ -154,7 +179,9 @@ def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
         assert drifted["drift"]["verdict"] == "drifting"
         wait_until(lambda: events(client, "precision-time.predictor.drifting"), "the event of a drift")
         seen = {event["event"].rpartition(".")[2] for event in events(client, "precision-time.predictor.")}
-        assert {"published", "nothing-new", "drifting"} <= seen
+        assert {"published", "nothing-new", "night-ended", "drifting"} <= seen
+        old = nightly_retrain(NightlySpec(data=data, registry=registry, stale_after_days=1e-6))
+        assert old.stale is not None
 
         def triggered() -> list[str]:
             return [
@@ -162,19 +189,23 @@ def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
             ]
 
         wait_until(lambda: AUTOMATIONS["drifting"] in triggered(), "the automation of a drift")
-        assert AUTOMATIONS["stale"] not in triggered()
+        wait_until(lambda: AUTOMATIONS["stale"] in triggered(), "the automation of a predictor that is stale")
+        assert triggered().count(AUTOMATIONS["drifting"]) == 1
+        assert AUTOMATIONS["silent"] not in triggered()
 
 
 def test_automations_are_registered_once_and_watch_failures_silence_and_runs_that_are_dead(
     server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prefect import flow
+    from prefect.automations import AutomationCore
     from prefect.client.schemas.objects import StateType
     from prefect.events import emit_event
     from prefect.states import Failed, Running
 
     from precision_time.flows import automations
     from precision_time.flows.automations import AUTOMATIONS, register_automations
+    from precision_time.flows.predictor_events import announce
 
     monkeypatch.setattr(automations, "_heartbeat_s", lambda: 3)
     with client_of(server) as client:
@@ -191,14 +222,20 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
         register_automations(deployment_ids=ids)
         assert standing() == first
 
-        # A person's choice stays; what the code says about the trigger is brought up to date.
+        # What a person chose stays, the period too; the rest of a trigger is brought up to date.
         client.pause_automation(first[AUTOMATIONS["drifting"]].id)
-        register_automations(deployment_ids=ids, stale_after=timedelta(seconds=10), crash_dead_runs=True)
+        silence = first[AUTOMATIONS["silent"]]
+        edited = silence.trigger.model_copy(update={"within": timedelta(days=9), "for_each": set()})
+        client.update_automation(silence.id, AutomationCore(name=silence.name, trigger=edited, actions=silence.actions))
+        register_automations(deployment_ids=ids)
+        kept = standing()[AUTOMATIONS["silent"]].trigger
+        assert (kept.within, kept.for_each) == (timedelta(days=9), {"prefect.resource.id"})
+        register_automations(deployment_ids=ids, silent_after=timedelta(seconds=10), crash_dead_runs=True)
         later = standing()
         assert {name: one.id for name, one in later.items()} == {name: one.id for name, one in first.items()}
         assert not later[AUTOMATIONS["drifting"]].enabled
         assert later[AUTOMATIONS["dead"]].enabled
-        assert later[AUTOMATIONS["stale"]].trigger.within == timedelta(seconds=10)
+        assert later[AUTOMATIONS["silent"]].trigger.within == timedelta(seconds=10)
 
         failed = client.create_flow_run_from_deployment(deployment)
         client.set_flow_run_state(failed.id, Failed(message="storage away"), force=True)
@@ -211,13 +248,46 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
                 {"prefect.resource.id": f"prefect.deployment.{deployment}", "prefect.resource.role": "deployment"}
             ],
         )
-        expected = {AUTOMATIONS[what] for what in ("failing", "stale", "dead")}
+        # Two predictors had a night, and one of them goes on: it does not speak for the other.
+        for predictor in ("quiet", "busy"):
+            announce("night-ended", name=predictor, payload={})
+        expected = {AUTOMATIONS[what] for what in ("failing", "silent", "dead")}
 
         def all_fired() -> bool:
+            announce("night-ended", name="busy", payload={})
             fired = events(client, "prefect.automation.triggered")
             return expected <= {event["resource"]["prefect.resource.name"] for event in fired}
 
         wait_until(all_fired, "each automation")
+        silent = [
+            event["payload"]["triggering_labels"]["prefect.resource.id"]
+            for event in events(client, "prefect.automation.triggered")
+            if event["resource"]["prefect.resource.name"] == AUTOMATIONS["silent"]
+        ]
+        assert "precision-time.predictor.quiet" in silent
+        assert "precision-time.predictor.busy" not in silent
         wait_until(
             lambda: client.read_flow_run(dead.id).state.type == StateType.CRASHED, "the end of a run that is dead"
         )
+
+
+def test_the_script_for_teams_sets_both_periods_and_keeps_them_when_it_runs_again(
+    run, server: PrefectServer, tmp_path: Path
+) -> None:
+    from precision_time.flows.automations import AUTOMATIONS
+
+    script = str(Path(__file__).parents[2] / "deploy" / "register.py")
+
+    def periods() -> tuple[float, timedelta]:
+        with client_of(server) as client:
+            nightly = client.read_deployment_by_name("nightly-retrain/nightly-retrain")
+            (silent,) = client.read_automations_by_name(AUTOMATIONS["silent"])
+        return nightly.parameters["spec"]["stale_after_days"], silent.trigger.within
+
+    for periods_given in (["--stale-after", "14", "--silent-after", "2"], []):
+        done = run(script, str(tmp_path / "home"), *periods_given)
+        assert done.returncode == 0, done.stderr
+        assert set(AUTOMATIONS.values()) <= set(done.stdout.splitlines())
+        assert periods() == (14, timedelta(days=2))
+    refused = run(script, str(tmp_path / "home"), "--stale-after", "0")
+    assert refused.returncode == 2

@@ -28,6 +28,8 @@ START_S = 180.0
 RUN_S = 240.0
 CAMPAIGN = "profiling-campaign/profiling-campaign"
 NIGHTLY = "nightly-retrain/nightly-retrain"
+RETRAIN = "retrain-predictor/retrain-predictor"
+ROLL_BACK = "roll-back/roll-back"
 RANKS = "precision_time.tasks.ranks"
 
 
@@ -87,7 +89,7 @@ class Stack:
         with SyncPrefectClient(self.found["api"]) as client:
             yield client
 
-    def run(self, name: str, **spec: Any) -> Any:
+    def run(self, name: str, /, **spec: Any) -> Any:
         """Start a run of a deployment, with some values of its spec replaced."""
         with self.client() as client:
             found = client.read_deployment(self.found["deployments"][name])
@@ -293,6 +295,29 @@ def test_a_killed_worker_crashes_its_run_leaves_no_rank_and_the_next_run_resumes
     assert len(stack.cells()) == 4
     recorded = [seen.cell_id for seen in TimingsDataset(str(stack.data)).outcomes() if seen.status == "recorded"]
     assert sorted(recorded) == sorted(stack.cells()), "a recorded cell was measured again"
+
+
+def test_a_retraining_and_a_roll_back_started_from_their_pages_change_what_is_in_use(
+    stack: Stack, measure: Any, record: Any
+) -> None:
+    data, shelf = str(stack.home / "by-hand"), Registry(str(stack.registry))
+    for models in (("mlp",), ("vit_tiny", "bert_mini")):
+        record(data, measure(models=models, batches=(8, 16, 32, 64) if models == ("mlp",) else (8, 16, 32)))
+        retrained = stack.wait(stack.run(RETRAIN, data=data, name="by-hand"))
+        assert retrained.name == "retrain by-hand"
+        assert retrained.state.is_completed(), retrained.state.message
+    assert shelf.aliases("by-hand") == {"champion": 2}
+    back = stack.wait(stack.run(ROLL_BACK, name="by-hand"))
+    assert back.name == "roll back by-hand@champion"
+    assert back.state.is_completed(), back.state.message
+    assert shelf.aliases("by-hand") == {"champion": 1}
+
+    # The retraining after it does not undo it.
+    assert stack.wait(stack.run(RETRAIN, data=data, name="by-hand")).state.is_completed()
+    assert (shelf.aliases("by-hand"), shelf.versions("by-hand")) == ({"champion": 1}, [1, 2])
+    refused = stack.wait(stack.run(ROLL_BACK, name="by-hand", to_version=9))
+    assert refused.state.is_failed()
+    assert "by-hand@9" in refused.state.message
 
 
 def test_ctrl_c_stops_runs_and_processes_and_nothing_looks_alive_afterwards(stack: Stack) -> None:

@@ -137,3 +137,27 @@ def test_registering_again_renews_and_keeps_the_schedule_unless_another_is_given
     assert found.concurrency_options is not None
     assert found.concurrency_options.collision_strategy == "ENQUEUE"
     assert found.enforce_parameter_schema
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_registering_again_keeps_when_a_predictor_is_stale_unless_it_is_given(forms: dict[str, dict[str, Any]]) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import DeploymentUpdate
+
+    from precision_time.flows.deployments import register_deployments
+
+    def stale_after() -> float | None:
+        with get_client(sync_client=True) as client:
+            found = client.read_deployment_by_name("nightly-retrain/nightly-retrain")
+        assert validate(found.parameters, forms["nightly-retrain/nightly-retrain"]) == []
+        return found.parameters["spec"].get("stale_after_days")
+
+    ids = register_deployments(plan_deployments(HOME), forms, version="1")
+    assert stale_after() is None
+    spec = plan_deployments(HOME)[2].parameters["spec"] | {"stale_after_days": 14.0, "catch_up": "all"}
+    with get_client(sync_client=True) as client:
+        client.update_deployment(ids["nightly-retrain/nightly-retrain"], DeploymentUpdate(parameters={"spec": spec}))
+    register_deployments(plan_deployments(HOME), forms, version="2")
+    assert stale_after() == 14.0
+    register_deployments(plan_deployments(HOME, stale_after_days=7), forms, version="3")
+    assert stale_after() == 7

@@ -49,11 +49,14 @@ def test_the_manifest_and_report_carry_accuracy_baselines_and_what_was_held_out(
     manifest, files = Registry(str(folder / "registry")).load("default@1")
     assert manifest.holdout_models == ["gpt2_mini"]
     assert manifest.training_data_sha256 == first.training_data_sha256
-    assert set(manifest.accuracy) == {"configuration", "leave-model-out", "speed-up", "holdout"}
+    assert {"configuration", "source-model-gpu", "leave-family-out", "precision-transfer"} < set(manifest.accuracy)
+    assert set(manifest.accuracy_by_precision) == {"fp32", "amp_bf16"}
     assert set(manifest.accuracy["holdout"]) == {"predictor", "precision_blind", "roofline", "closed_form"}
     trained = json.loads(files["training.json"])["cells"]
     assert len(trained) == manifest.training_rows == first.rows == 36
     assert b"held-out models | predictor" in files["report.md"]
+    assert files["plots/predicted.png"].startswith(b"\x89PNG")
+    assert files["plots/precision.png"].startswith(b"\x89PNG")
     assert "gpt2_mini" not in load_artifact(f"{folder / 'registry'}/default@1").predictor.domain.networks
 
 

@@ -11,6 +11,7 @@ from precision_time.predictor.observations import observe
 from precision_time.storage.errors import StorageError
 from precision_time.storage.registry import Registry
 from precision_time.tasks import publication
+from precision_time.tasks.notes import Notes
 from precision_time.tasks.publication import Standing, find_standing, publish_in_turn
 from precision_time.tasks.publish import publish_predictor
 from precision_time.tasks.train import Snapshot
@@ -42,7 +43,15 @@ class Night:
         self.standing = self.look_up()
 
     def look_up(self) -> Standing:
-        return find_standing(self.snapshot, registry=self.url, name="default", alias="champion", holdout_models=())
+        return find_standing(
+            self.snapshot, registry=self.url, name="default", alias="champion", holdout_models=(),
+            settings_sha256="told",
+        )  # fmt: skip
+
+    def hold_back(self) -> None:
+        Notes(self.url, name="default", alias="champion").hold_back(
+            self.snapshot.sha256, champion=self.standing.champion, settings_sha256="told", reasons=("worse", "slower")
+        )
 
     def publish(self):
         publish = functools.partial(
@@ -140,6 +149,29 @@ def test_a_night_after_a_roll_back_does_not_undo_it(tmp_path: Path, rows) -> Non
     assert unneeded is not None
     assert "since default@2, which was taken out of use" in unneeded
     assert Night(tmp_path, rows, "c", "fourth").standing.unneeded is None
+
+
+def test_what_was_held_back_is_not_judged_again_until_something_that_the_gate_sees_differs(
+    tmp_path: Path, rows
+) -> None:
+    Night(tmp_path, rows[:24], "a", "first").publish()
+    held_back = Night(tmp_path, rows, "b", "second")
+    assert held_back.standing.unneeded is None
+    held_back.hold_back()
+    assert held_back.look_up().unneeded == "held back before on the same data, because worse; slower"
+    assert Night(tmp_path, rows, "c", "of other data").standing.unneeded is None
+
+    Night(tmp_path, rows, "c", "another champion").publish()
+    assert held_back.look_up().unneeded is None
+
+
+def test_before_the_first_version_too_what_was_held_back_is_not_judged_again(tmp_path: Path, rows) -> None:
+    night = Night(tmp_path, rows, "a", "first")
+    night.hold_back()
+    unneeded = night.look_up().unneeded
+    assert unneeded is not None
+    assert "held back before" in unneeded
+    assert Registry(tmp_path).names() == []
 
 
 def test_what_takes_longer_than_the_lock_holds_does_not_move_the_alias(
