@@ -1,4 +1,4 @@
-"""Whether a campaign still measures as its recorded cells were measured: marks in the dataset, by settings and cell."""
+"""Whether a campaign still measures as its recorded cells were measured: marks in the dataset, and cards of code."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,8 @@ from precision_time.flows.spec import CampaignSpec
 from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_json
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, VersionExistsError
 from precision_time.storage.filesystem import open_store
+from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.code_versions import digest_code
 from precision_time.tasks.job import MeasurementLimits
 
 __all__ = ["check_unchanged", "limits_of", "list_changes", "note_measured", "note_settings"]
@@ -35,7 +37,7 @@ def list_changes(spec: CampaignSpec, *, cells: Set[str]) -> list[str]:
 
     Whichever campaign measured them. Models, precisions and sizes are no settings: they only add or leave out cells. A
     setting that an older version did not know counts as its default then, and a cell of which nothing is noted as
-    measured like this.
+    measured like this. Models of the user's own follow, whose source file is not that of their last recorded cell.
     """
     own = _digest(spec)
     measured: dict[str, set[str]] = {}
@@ -51,7 +53,23 @@ def list_changes(spec: CampaignSpec, *, cells: Set[str]) -> list[str]:
         for name, value in now.items():
             if before is not None and before[name] != value and otherwise - like_this:
                 changes.setdefault(f"{name}: {before[name]} -> {value}", set()).update(otherwise - like_this)
-    return [f"{change} (cells: {len(changed)})" for change, changed in changes.items()]
+    said = [f"{change} (cells: {len(changed)})" for change, changed in changes.items()]
+    said += [f"source file of {model}: {before[:8]} -> {now[:8]}" for model, before, now in _changed_code(spec)]
+    return said
+
+
+def _changed_code(spec: CampaignSpec) -> list[tuple[str, str, str]]:
+    """(model, digest then, digest now) of the user's own models of ``spec`` that are known to have changed."""
+    now = {model: digest for model in dict.fromkeys(spec.models) if (digest := digest_code(model)) is not None}
+    if not now:
+        return []
+    cards = TimingsDataset(spec.data).read_cards("code")
+    before = {card.get("name"): card.get("code_sha256") for card in cards}
+    return [
+        (model, recorded, digest)
+        for model, digest in now.items()
+        if isinstance(recorded := before.get(model), str) and recorded != digest
+    ]
 
 
 def check_unchanged(spec: CampaignSpec, *, cells: Set[str]) -> None:
@@ -59,17 +77,23 @@ def check_unchanged(spec: CampaignSpec, *, cells: Set[str]) -> None:
     changes = [] if spec.accept_changes else list_changes(spec, cells=cells)
     if changes:
         raise InputError(
-            f"campaign {spec.name} has recorded cells that were measured with other settings",
+            f"campaign {spec.name} has recorded cells that were measured with other settings or code",
             got="; ".join(changes),
-            expected="the settings of the cells that are recorded in this data folder",
-            fix="take the settings back, give the campaign another data folder, or --accept-changes (Accept changes in "
+            expected="the settings and code of the cells that are recorded in this data folder",
+            fix="take the changes back, give the campaign another data folder, or --accept-changes (Accept changes in "
             "the form)",
         )
 
 
 def note_settings(spec: CampaignSpec) -> None:
-    """Write down the settings of ``spec``; whoever else does so writes the same bytes, and mends a damaged file."""
+    """Write down the settings of ``spec``; whoever else does so writes the same bytes, and mends a damaged file.
+
+    Where ``spec`` accepts changes, the changed source of a model is let go: the next cell recorded tells the new one.
+    """
     open_store(spec.data).write_bytes(f"{_FOLDER}/{_digest(spec)}.json", dump_json(asdict(limits_of(spec))))
+    if spec.accept_changes:
+        for model, _, _ in _changed_code(spec):
+            TimingsDataset(spec.data).write_card("code", model, {"name": model, "code_sha256": None})
 
 
 def note_measured(spec: CampaignSpec, cell_id: str) -> None:

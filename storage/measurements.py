@@ -23,6 +23,7 @@ _PARTS = (
     "communication_time_s",
     "exposed_communication_s",
     "isolated_communication_s",
+    "exposed_after_backward_s",
 )
 _CONDITIONS = ("gpu_clock_hz", "power_w", "temperature_c")
 _DESCRIPTION = (
@@ -50,7 +51,7 @@ def measure_cells(
 
     Of each measured step (not warm-up, not skipped by loss scaling on any rank) the rank with the longest iteration
     counts, with all its parts, so that they still add up; then the median over steps is taken, part by part. Exposed
-    communication is a difference of two noisy times and may be negative in a row; its median is not let below 0.
+    communication is a difference of two noisy times and may be negative in a row; its medians are not let below 0.
     A step is left out whole when a rank is missing or has no usable time. Of a cell whose level changed while it was
     measured (``is_cold``) only the steps after the change count; the median before it is reported beside. Conditions
     are medians over ranks and steps, energy is summed over ranks. ``forward_flops`` maps models to FLOPs of the forward
@@ -87,7 +88,6 @@ def measure_cells(
     measurements = []
     for cell in sorted(counts.index):
         what, median = described.loc[cell], medians.loc[cell]
-        exposed = _number(median["exposed_communication_s"])
         time_s = float(median["iteration_time_s"])
         measurements.append(
             Measurement(
@@ -108,7 +108,7 @@ def measure_cells(
                 optimizer_time_s=_number(median["optimizer_time_s"]),
                 compute_time_s=_number(median["compute_time_s"]),
                 communication_time_s=_number(median["communication_time_s"]),
-                exposed_communication_s=None if exposed is None else max(0.0, exposed),
+                exposed_communication_s=_not_below_0(median["exposed_communication_s"]),
                 relative_iqr=float(quartiles.loc[cell, 0.75] - quartiles.loc[cell, 0.25]) / time_s,
                 iterations=int(counts[cell]),
                 peak_memory_bytes=int(memory[cell]),
@@ -122,6 +122,7 @@ def measure_cells(
                 compression=str(what["compression"]),
                 cold_iteration_time_s=cold_times.get(str(cell)),
                 isolated_communication_s=_number(median["isolated_communication_s"]),
+                exposed_after_backward_s=_not_below_0(median["exposed_after_backward_s"]),
                 skipped_steps=int(skipped_steps.get(cell, 0)),
                 **beside.of(cell),
             )
@@ -135,9 +136,11 @@ class _Beside:
     def __init__(self, rows: "pd.DataFrame") -> None:
         self._cells = rows.groupby("cell_id", observed=True)
         waits = rows.groupby(_STEP, observed=True)["communication_time_s"]
-        # A rank without a time leaves no difference that means anything.
-        spread = (waits.max() - waits.min()).where(waits.count() == waits.size())
+        # A rank without a time leaves no difference, and no shortest, that means anything.
+        complete = waits.count() == waits.size()
+        spread, shortest = (waits.max() - waits.min()).where(complete), waits.min().where(complete)
         self._skew = spread.groupby("cell_id", observed=True).median()
+        self._transfer = shortest.groupby("cell_id", observed=True).median()
         self._conditions = self._cells[list(_CONDITIONS)].median()
         # Every rank's own figure is the same in all its rows; the sum is unknown where one is.
         energy = rows.groupby(["cell_id", "rank"], observed=True)["energy_j"].median()
@@ -151,6 +154,7 @@ class _Beside:
         settled = _number(shares["is_settled"])
         return {
             "skew_s": _number(self._skew.loc[cell]),
+            "transfer_time_s": _number(self._transfer.loc[cell]),
             "energy_j": _number(self._energy.loc[cell]) if self._energy_known.loc[cell] else None,
             **{name: _number(conditions[name]) for name in _CONDITIONS},
             "throttled_share": _number(shares["throttled"]),
@@ -180,3 +184,8 @@ def _number(value: Any) -> float | None:
     import pandas as pd
 
     return None if pd.isna(value) else float(value)  # no row of the cell has this part
+
+
+def _not_below_0(value: Any) -> float | None:
+    number = _number(value)
+    return None if number is None else max(0.0, number)

@@ -29,8 +29,10 @@ __all__ = [
 
 #: Of artifacts.
 SCHEMA_VERSION = 1
-#: Of rows. 2: options of the run, conditions, energy, regimes; files of version 1 are read with defaults and nulls.
-ROW_VERSION = 2
+#: Of rows. 2: options of the run, conditions, energy, regimes. 3: bucket sizes, both TF32 switches, exposed
+#: communication by the last bucket, input mode, versions of the tool and of the model's code. Files of earlier versions
+#: are read with defaults and nulls.
+ROW_VERSION = 3
 
 CellStatus = Literal["recorded", "failed", "refused"]
 
@@ -91,6 +93,15 @@ class IterationTiming:
     ``steal_share`` what its hypervisor gave to others, ``contended`` whether one of these or the load average was
     beyond its bound. ``energy_j`` is this rank's GPU over one measured iteration; null with the reason beside it.
     In files of version 1 all of these are null or at their defaults.
+
+    Since version 3, and null in earlier files: ``bucket_sizes`` are the bytes on the wire of each bucket in the order
+    they were sent, joined by commas, and the empty text where nothing is sent. ``exposed_after_backward_s`` is exposed
+    communication in another way: from the begin of the backward pass that sends to the landing of its last bucket, less
+    the same backward pass under ``no_sync``; like the first it may be slightly negative, and it is null in warm-up.
+    ``cudnn_allow_tf32`` is the TF32 switch of convolutions (``float32_matmul_precision`` is that of products).
+    ``input_mode`` is ``synthetic`` for a batch that is made once and stays on the device. ``tool_version`` is the
+    version of this package that measured; it is no part of the cell's identity. ``code_sha256`` is the digest of the
+    source file that a model of the user's own comes from, null for a named one.
     """
 
     # the cell
@@ -159,6 +170,13 @@ class IterationTiming:
     steal_share: float | None = None
     energy_j: float | None = None
     energy_reason: str = "not recorded"
+    # since version 3
+    bucket_sizes: str | None = None
+    exposed_after_backward_s: float | None = None
+    cudnn_allow_tf32: bool | None = None
+    input_mode: str | None = None
+    tool_version: str | None = None
+    code_sha256: str | None = None
     schema_version: int = ROW_VERSION
 
 
@@ -171,9 +189,11 @@ class Measurement:
     ``settled`` whether the series came to rest. Parts that were not measured are None. ``relative_iqr`` is the
     interquartile range of the iteration time over its median. ``skew_s`` is the median over steps of the longest
     minus the shortest communication of the ranks: a bucket lands on all ranks at about the same time, so the rank that
-    waits longest is early by that much (clocks of several hosts need not agree). ``skipped_steps`` were left out by
-    loss scaling. ``energy_j`` is one iteration of all GPUs together. ``throttled_share`` and ``contended_share`` are
-    shares of the measured steps.
+    waits longest is early by that much (clocks of several hosts need not agree). ``transfer_time_s`` is the median over
+    steps of that shortest communication: the rank that comes last waits for nobody, so its buckets only travel.
+    ``exposed_after_backward_s`` is the other exposed communication of ``IterationTiming``. ``skipped_steps`` were left
+    out by loss scaling. ``energy_j`` is one iteration of all GPUs together. ``throttled_share`` and
+    ``contended_share`` are shares of the measured steps.
     """
 
     source: str
@@ -216,6 +236,8 @@ class Measurement:
     temperature_c: float | None = None
     throttled_share: float | None = None
     contended_share: float | None = None
+    transfer_time_s: float | None = None
+    exposed_after_backward_s: float | None = None
     schema_version: int = ROW_VERSION
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from precision_time.storage.schema import OPTIONS, CellOutcome, CellStatus, Iter
 
 __all__ = ["CardKind", "TimingsDataset", "escape_name", "read_table", "unescape_name", "write_fragment"]
 
-CardKind = Literal["hardware", "workloads"]
+CardKind = Literal["hardware", "workloads", "code"]
 
 _TIMINGS, _OUTCOMES, _QUARANTINE = "timings/v1", "outcomes/v1", "quarantine"
 _CELL_ID = re.compile(r"[0-9a-f]{16}")
@@ -41,6 +41,7 @@ _SAME_IN_A_CELL = (
     # another driver or release is another cell: see GridCell.cell_id
     "device_type", "gpu", "cpu_model", "cpu_cores", "driver_version", "cuda_version", "framework", "framework_version",
     "backend",
+    "tool_version", "code_sha256", "cudnn_allow_tf32",
 )  # fmt: skip
 _TIMES = (
     "forward_time_s", "backward_time_s", "optimizer_time_s", "compute_time_s", "communication_time_s",
@@ -240,7 +241,7 @@ class TimingsDataset:
 
         Returns where it went. Raises ``NotFoundError`` when it is gone, ``InputError`` for a path that is none of ours.
         """
-        folders = (_TIMINGS, _OUTCOMES, _card_folder("hardware"), _card_folder("workloads"))
+        folders = (_TIMINGS, _OUTCOMES, *map(_card_folder, typing.get_args(CardKind)))
         if not path.startswith(tuple(f"{folder}/" for folder in folders)):
             raise InputError("this file is not part of the dataset", got=repr(path), expected=f"one of {folders}")
         taken = 0
@@ -305,7 +306,7 @@ def _cell_of(path: str) -> str:
 
 def _card_folder(kind: str) -> str:
     if kind not in typing.get_args(CardKind):
-        raise InputError("there are no such cards", got=repr(kind), expected="hardware or workloads")
+        raise InputError("there are no such cards", got=repr(kind), expected=" or ".join(typing.get_args(CardKind)))
     return f"{kind}/v1"
 
 
@@ -343,8 +344,8 @@ def _check_times(table: pa.Table) -> None:
     for name in _TIMES:
         column = table.column(name)
         _refuse_unless(pc.and_(pc.is_finite(column), pc.greater_equal(column, 0.0)), column, "a time", name=name)
-    exposed = table.column("exposed_communication_s")
-    _refuse_unless(pc.is_finite(exposed), exposed, "a finite difference", name="exposed_communication_s")
+    for name in ("exposed_communication_s", "exposed_after_backward_s"):
+        _refuse_unless(pc.is_finite(table.column(name)), table.column(name), "a finite difference", name=name)
 
 
 def _refuse_unless(

@@ -24,6 +24,7 @@ from precision_time.casgd.problem import Options, Problem, Solution
 from precision_time.casgd.schedules import Schedule
 from precision_time.storage.schema import IterationTiming
 from precision_time.storage.timings import write_fragment
+from precision_time.tasks.code_versions import find_tool_version
 from precision_time.tasks.conditions import Conditions, Watch
 from precision_time.tasks.glm import REPEAT_S, GlmCell, glm_environment, phases_of
 from precision_time.tasks.job import RankJob
@@ -167,6 +168,7 @@ def _row_of(
         exposed_communication_s=None if warm else parts["communicate"],
         bucket_count=1,
         bucket_bytes=word_bytes * reduced,
+        bucket_sizes=str(word_bytes * reduced),
         loss_scale=None,
         step_skipped=False,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -180,6 +182,8 @@ def _row_of(
         steal_share=conditions.steal_share,
         contended=conditions.contended,
         recorded_at=time.time(),
+        input_mode="synthetic",
+        tool_version=find_tool_version(),
     )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from precision_time.tasks.buckets import Flight, FlightLog, log_bucket, send_alone
+from precision_time.tasks.buckets import Flight, FlightLog, find_averaged, log_bucket, send_alone
 from precision_time.tasks.clocks import Clock, make_clock
 from precision_time.tasks.conditions import Conditions, Watch
 from precision_time.tasks.device_state import EnergyMeter, GpuMonitor, open_monitor
@@ -49,7 +49,11 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """One iteration: seconds of its parts, what was sent, what the loss scaler did, and the conditions of its block."""
+    """One iteration: seconds of its parts, what was sent, what the loss scaler did, and the conditions of its block.
+
+    ``last_backward_s`` is the backward pass of the last micro-step, the one that sends; ``last_landing_s`` is how long
+    after its begin the last bucket landed, None where none was sent.
+    """
 
     iteration_s: float
     forward_s: float
@@ -62,6 +66,8 @@ class StepTimes:
     recorded_at: float
     peak_memory_bytes: int
     conditions: Conditions | None = None
+    last_backward_s: float | None = None
+    last_landing_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +137,9 @@ class TimedLoop:
         if world_size > 1:
             if self.log.wire_dtype is not None:
                 check_wire(self.log.wire_dtype, device=device)
+            else:
+                formats = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+                self.log.averaged = find_averaged(formats, device=device)
             devices = [device] if device.type == "cuda" else None
             self._parallel = DistributedDataParallel(module, device_ids=devices)
             self._parallel.register_comm_hook(self.log, log_bucket)
@@ -236,7 +245,7 @@ class TimedLoop:
     def _send_alone(self, buckets: tuple[int, ...]) -> float | None:
         if self.world_size == 1:
             return None
-        return send_alone(buckets, dtype=self.log.sent_dtype, device=self.device, clock=self.clock)
+        return send_alone(buckets, dtype=self.log.sent_dtype, op=self.log.op, device=self.device, clock=self.clock)
 
     def _block(self, size: int, *, synchronise: bool, lead_in: bool) -> list[StepTimes]:
         """``size`` timed steps that start together on all ranks.
@@ -321,22 +330,25 @@ class TimedLoop:
         begin, *points = marks.points
         moments = [self.clock.seconds(begin, point) for point in points]
         spans = [end - start for start, end in itertools.pairwise([0.0, *moments])]
+        flights = [
+            (self.clock.seconds(begin, flight.start), self.clock.seconds(begin, flight.end)) for flight in marks.flights
+        ]
+        landed = max((end for _, end in flights), default=None)
         return StepTimes(
             iteration_s=moments[-1],
             forward_s=math.fsum(spans[1:-1:2]),
             backward_s=math.fsum(spans[2:-1:2]),
             # Clearing the gradients is the optimizer's work too.
             optimizer_s=spans[0] + spans[-1],
-            communication_s=union_length(
-                (self.clock.seconds(begin, flight.start), self.clock.seconds(begin, flight.end))
-                for flight in marks.flights
-            ),
+            communication_s=union_length(flights),
             buckets=tuple(flight.bucket_bytes for flight in marks.flights),
             loss_scale=marks.loss_scale,
             step_skipped=marks.step_skipped,
             recorded_at=marks.recorded_at,
             peak_memory_bytes=peak,
             conditions=conditions,
+            last_backward_s=spans[-2],
+            last_landing_s=None if landed is None else landed - moments[-3],
         )
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from precision_time.predictor.precision import Precision
+from precision_time.predictor.precision import PRECISIONS, Precision
 from precision_time.storage.errors import PrecisionUnsupportedError
 
-__all__ = ["AppliedPrecision", "apply_precision", "reason_unsupported"]
+__all__ = ["AppliedPrecision", "apply_precision", "check_switches", "reason_unsupported"]
 
 HALF_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -94,8 +94,24 @@ def _precision_in_force(applied: AppliedPrecision, module: nn.Module, *, device:
     if product in names and stored == {torch.float32}:
         return f"amp_{names[product]}"
     if product == torch.float32 and stored == {torch.float32}:
-        return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        return _switches_in_force()
     return f"products in {product} over parameters in {sorted(map(str, stored))}"
+
+
+def _switches_in_force() -> str:
+    """``fp32`` or ``tf32`` where the switches of products and of convolutions agree, else what they say."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    if (products != "highest") != convolutions:
+        return f"float32_matmul_precision={products} with cudnn.allow_tf32={convolutions}"
+    return "tf32" if convolutions else "fp32"
+
+
+def check_switches(applied: AppliedPrecision, *, device: torch.device) -> None:
+    """Raise ``PrecisionUnsupportedError`` if a model has turned a TF32 switch of the process since it was set."""
+    found, asked = _switches_in_force(), "tf32" if applied.effective == "tf32" else "fp32"
+    if found != asked:
+        reason = f"the model changed the TF32 switches: {found} instead of {asked}"
+        raise _refusal(PRECISIONS[applied.effective], device=device, reason=reason)
 
 
 def _refusal(precision: Precision, *, device: torch.device, reason: str) -> PrecisionUnsupportedError:

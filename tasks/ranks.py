@@ -1,5 +1,6 @@
 """One rank of a cell in a process of its own, ``python -m precision_time.tasks.ranks JOB RANK``: train, time, write."""
 
+import ipaddress
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from precision_time.predictor.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workload import known_workloads
 from precision_time.storage.errors import PrecisionTimeError, PrecisionUnsupportedError
 from precision_time.storage.schema import IterationTiming
+from precision_time.tasks.code_versions import digest_code, find_tool_version
 from precision_time.tasks.job import RankJob
 from precision_time.tasks.kinship import end_with_parent
 from precision_time.tasks.refusals import CellRefusedError, EnvironmentChangedError, LossNotFiniteError, refuse_cell
@@ -25,7 +27,15 @@ if TYPE_CHECKING:
 
     from precision_time.tasks.loop import LoopResult, StepTimes
 
-__all__ = ["PARENT_VARIABLE", "card_path", "failure_path", "fragment_path", "main", "use_loopback"]
+__all__ = [
+    "PARENT_VARIABLE",
+    "card_path",
+    "failure_path",
+    "fragment_path",
+    "main",
+    "use_interface_of",
+    "use_loopback",
+]
 
 #: Environment variable with the process id of what started the rank: the worker, or the template it forked from.
 PARENT_VARIABLE = "PRECISION_TIME_PARENT"
@@ -135,7 +145,7 @@ def _run(job: RankJob, rank: int) -> None:
     from precision_time.storage.timings import write_fragment
     from precision_time.tasks.loop import TimedLoop
     from precision_time.tasks.options import RunOptions
-    from precision_time.tasks.policies import apply_precision
+    from precision_time.tasks.policies import apply_precision, check_switches
     from precision_time.tasks.workloads import build_workload, count_card
 
     cell, scratch = job.cell, Path(job.scratch)
@@ -146,6 +156,7 @@ def _run(job: RankJob, rank: int) -> None:
     torch.set_num_threads(job.threads_per_rank)
     device = torch.device("cuda:0" if job.environment.device_type == "cuda" else "cpu")
     torch.manual_seed(SEED)
+    code_sha256 = digest_code(cell.model)
     workload = build_workload(cell.model)
     if rank == 0 and cell.model not in known_workloads():
         _write_whole(card_path(scratch), count_card(workload, name=cell.model).to_dict())
@@ -172,6 +183,7 @@ def _run(job: RankJob, rank: int) -> None:
         ranks_here=cell.world_size // cell.nodes,
         cores=job.threads_per_rank * (cell.world_size // cell.nodes),
     ).run()
+    check_switches(policy, device=device)
     rows = make_rows(
         job,
         rank,
@@ -180,6 +192,8 @@ def _run(job: RankJob, rank: int) -> None:
         effective_precision=policy.effective,
         model_params=params,
         float32_matmul_precision=torch.get_float32_matmul_precision(),
+        cudnn_allow_tf32=torch.backends.cudnn.allow_tf32,
+        code_sha256=code_sha256,
     )
     write_fragment(fragment_path(scratch, rank), rows)
 
@@ -206,6 +220,8 @@ def _join(job: RankJob, rank: int, *, device: "torch.device") -> None:
 
     if job.cell.nodes == 1:
         use_loopback()
+    elif job.hosts:
+        use_interface_of(job.hosts[rank])
     world_size = job.cell.world_size
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -225,6 +241,38 @@ def use_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def use_interface_of(host: str) -> None:
+    """Let gloo and NCCL talk over the interface that has the address ``host`` here, unless the user named another.
+
+    gloo would ask for the address of the host's own name, which is often one that only this host reaches (Debian
+    writes 127.0.1.1), and NCCL would take the first interface that is up. Where no interface has the address (behind a
+    translation of addresses, say) both are left to that.
+    """
+    name = _interface_of(host)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        # Without the sign NCCL takes every interface whose name begins so: eth1 and eth10.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def _interface_of(host: str) -> str | None:
+    import psutil
+
+    try:
+        wanted = {ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return None
+    # The loopback interface lists one address and has the whole network.
+    is_loopback = any(address.is_loopback for address in wanted)
+    interfaces: dict[str, Any] = psutil.net_if_addrs()
+    for name, known in interfaces.items():
+        own = [entry.address.split("%")[0] for entry in known if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        for address in map(ipaddress.ip_address, own):
+            if address in wanted or (is_loopback and address.is_loopback):
+                return name
+    return None
+
+
 def make_rows(
     job: RankJob,
     rank: int,
@@ -234,10 +282,13 @@ def make_rows(
     effective_precision: str,
     model_params: int,
     float32_matmul_precision: str,
+    cudnn_allow_tf32: bool | None = None,
+    code_sha256: str | None = None,
 ) -> list[IterationTiming]:
     """The rows of one rank: warm-up steps, then measured ones with what their partner without synchronisation tells."""
     cell, environment = job.cell, job.environment
     load = os.getloadavg()[0]
+    tool_version = find_tool_version()
 
     def row(step: int, times: "StepTimes", local: "StepTimes | None") -> IterationTiming:
         alone = cell.world_size == 1
@@ -265,8 +316,10 @@ def make_rows(
             compute_time_s=None if local is None else local.iteration_s,
             communication_time_s=None if local is None else times.communication_s,
             exposed_communication_s=None if local is None else 0.0 if alone else times.backward_s - local.backward_s,
+            exposed_after_backward_s=None if local is None else 0.0 if alone else _exposed_after(times, local),
             bucket_count=len(times.buckets),
             bucket_bytes=sum(times.buckets),
+            bucket_sizes=",".join(map(str, times.buckets)),
             loss_scale=times.loss_scale,
             step_skipped=times.step_skipped,
             peak_memory_bytes=times.peak_memory_bytes,
@@ -282,6 +335,7 @@ def make_rows(
             framework_version=environment.framework_version,
             backend=environment.backend,
             float32_matmul_precision=float32_matmul_precision,
+            cudnn_allow_tf32=cudnn_allow_tf32,
             host=socket.gethostname(),
             load_average=load if seen is None else seen.load_average,
             recorded_at=times.recorded_at,
@@ -301,11 +355,21 @@ def make_rows(
             steal_share=None if seen is None else seen.steal_share,
             energy_j=None if local is None else result.energy_j,
             energy_reason="warm-up is not counted" if local is None else result.energy_reason,
+            input_mode="synthetic",
+            tool_version=tool_version,
+            code_sha256=code_sha256,
         )
 
     warmup = [row(step, times, None) for step, times in enumerate(result.warmup)]
     pairs = zip(result.synced, result.local, strict=True)
     return warmup + [row(step, times, local) for step, (times, local) in enumerate(pairs, start=len(warmup))]
+
+
+def _exposed_after(times: "StepTimes", local: "StepTimes") -> float | None:
+    """Seconds by which the last bucket landed after the backward pass alone would have ended."""
+    if times.last_landing_s is None or local.last_backward_s is None:
+        return None
+    return times.last_landing_s - local.last_backward_s
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ from precision_time.tasks.job import CellReceipt
 from precision_time.tasks.refusals import REFUSAL_CAUSES
 from precision_time.tasks.verdicts import judge_rows, mark_regimes
 
-__all__ = ["read_fragments", "record_cell"]
+__all__ = ["DISCARDED", "outcome_of", "read_fragments", "record_cell"]
+
+#: The message of an outcome whose rows came second: its cell is recorded, by rows that somebody else wrote before.
+DISCARDED = "recorded before, discarded"
 
 TIMES = ("iteration_time_s", "forward_time_s", "backward_time_s", "optimizer_time_s")
 #: What may be unknown, and is a number where it is not.
@@ -29,11 +32,36 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
 
     Fragments that are damaged or incomplete make a failed outcome with the cause ``corrupt fragment``, and stay where
     they are for a look; so do sound ones of which every step is of no use (see ``judge_rows``). A cause that another
-    attempt cannot change makes a refused one. A cell that is already recorded stays as it was. Raises ``StorageError``
+    attempt cannot change makes a refused one. A cell that is already recorded stays as it was, and the outcome says so:
+    ``recorded`` with the message ``DISCARDED`` and 0 rows. Raises ``StorageError``
     when the dataset cannot be written: that is not the cell's fault.
     """
+    outcome = outcome_of(receipt)
+    if receipt.status == "recorded":
+        try:
+            rows = mark_regimes(read_fragments(receipt))
+            verdict = judge_rows(rows) or _judge_card(dataset, receipt.workload) or _judge_code(dataset, rows[0])
+            kept = dataset.record(rows) if verdict is None else 0
+        except IntegrityError as error:
+            verdict = "corrupt fragment", error.message
+        if verdict is not None:
+            outcome = replace(outcome, status="failed", cause=verdict[0], message=verdict[1])
+        else:
+            outcome = replace(outcome, rows=kept, message="" if kept else DISCARDED)
+            if receipt.workload is not None:
+                dataset.write_card("workloads", str(receipt.workload["name"]), receipt.workload)
+            if kept and rows[0].code_sha256 is not None:
+                dataset.write_card("code", rows[0].model, {"name": rows[0].model, "code_sha256": rows[0].code_sha256})
+    dataset.record_outcome(outcome)
+    if outcome.status == "recorded" and receipt.scratch:
+        shutil.rmtree(receipt.scratch, ignore_errors=True)
+    return outcome
+
+
+def outcome_of(receipt: CellReceipt) -> CellOutcome:
+    """The outcome of an attempt that is not recorded yet: it has no rows."""
     cell = receipt.cell
-    outcome = CellOutcome(
+    return CellOutcome(
         cell_id=receipt.cell_id,
         attempt=receipt.attempt,
         status="refused" if receipt.cause in REFUSAL_CAUSES else receipt.status,
@@ -57,24 +85,6 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
         fused_optimizer=cell.fused_optimizer,
         compression=cell.compression,
     )
-    if receipt.status == "recorded":
-        try:
-            rows = mark_regimes(read_fragments(receipt))
-            verdict = judge_rows(rows) or _judge_card(dataset, receipt.workload)
-            if verdict is None:
-                dataset.record(rows)
-        except IntegrityError as error:
-            verdict = "corrupt fragment", error.message
-        if verdict is not None:
-            outcome = replace(outcome, status="failed", cause=verdict[0], message=verdict[1])
-        else:
-            outcome = replace(outcome, rows=len(rows))
-            if receipt.workload is not None:
-                dataset.write_card("workloads", str(receipt.workload["name"]), receipt.workload)
-    dataset.record_outcome(outcome)
-    if outcome.status == "recorded" and receipt.scratch:
-        shutil.rmtree(receipt.scratch, ignore_errors=True)
-    return outcome
 
 
 def _judge_card(dataset: TimingsDataset, card: Mapping[str, Any] | None) -> tuple[str, str] | None:
@@ -93,6 +103,21 @@ def _judge_card(dataset: TimingsDataset, card: Mapping[str, Any] | None) -> tupl
                     f"{card['name']} is not the network that was recorded under this name: {', '.join(changed)}; "
                     "give it another name, or measure into another data folder"
                 )
+    return None
+
+
+def _judge_code(dataset: TimingsDataset, row: IterationTiming) -> tuple[str, str] | None:
+    """(cause, message) when a model of the user's own comes from other source code than its recorded cells."""
+    if row.code_sha256 is None:
+        return None
+    for earlier in dataset.read_cards("code"):
+        before = earlier.get("code_sha256")
+        if earlier.get("name") == row.model and before is not None and before != row.code_sha256:
+            return "model changed", (
+                f"the source file of {row.model} is not the one that its recorded cells were measured with: "
+                f"{str(before)[:8]} -> {row.code_sha256[:8]}; take the change back, measure into another data folder, "
+                "or start the campaign again with --accept-changes"
+            )
     return None
 
 

@@ -1,15 +1,16 @@
-"""A campaign whose recorded cells were measured with other settings: what counts, how it reads, what accepts it."""
+"""A campaign whose recorded cells were measured with other settings or code: what counts, what accepts it."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from precision_time.flows.changes import list_changes, note_measured, note_settings
+from precision_time.flows.changes import check_unchanged, list_changes, note_measured, note_settings
 from precision_time.flows.plan import plan_campaign
 from precision_time.flows.spec import CampaignSpec
 from precision_time.storage.errors import InputError
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.code_versions import digest_code
 from precision_time.tasks.probe import ProbeReport
 
 Probe = Callable[[str], ProbeReport]
@@ -106,3 +107,43 @@ def test_a_setting_that_an_older_version_did_not_know_counts_as_its_default(tmp_
         "measured_steps: 30 -> 20 (cells: 1)",
         "timeout_s: 300.0 -> 301.0 (cells: 1)",
     ]
+
+
+@pytest.fixture
+def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module in the current folder, of whose model a cell is recorded."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "nets_of_mine.py"
+    path.write_text("def net():\n    return 1\n", encoding="utf-8")
+    card = {"name": "nets_of_mine:net", "code_sha256": digest_code("nets_of_mine:net")}
+    TimingsDataset(str(tmp_path / "data")).write_card("code", "nets_of_mine:net", card)
+    return path
+
+
+def test_a_changed_source_of_an_own_model_is_refused_until_it_is_taken_back_or_accepted(
+    tmp_path: Path, own_model: Path
+) -> None:
+    spec = make_spec(tmp_path, models=["mlp", "nets_of_mine:net"])
+    accepting = spec.model_copy(update={"accept_changes": True})
+    check_unchanged(spec, cells=set())
+    before = own_model.read_text(encoding="utf-8")
+    own_model.write_text(before.replace("1", "2"), encoding="utf-8")
+    said = r"source file of nets_of_mine:net: [0-9a-f]{8} -> [0-9a-f]{8}; expected.*accept-changes"
+    with pytest.raises(InputError, match=said):
+        check_unchanged(spec, cells=set())
+    check_unchanged(make_spec(tmp_path), cells=set())  # without the model nothing is the matter
+    own_model.write_text(before, encoding="utf-8")
+    check_unchanged(spec, cells=set())
+    own_model.write_text(before.replace("1", "2"), encoding="utf-8")
+    note_settings(spec)  # accepts nothing, and lets nothing go
+    with pytest.raises(InputError, match=said):
+        check_unchanged(spec, cells=set())
+    check_unchanged(accepting, cells=set())
+    note_settings(accepting)
+    check_unchanged(spec, cells=set())
+
+
+def test_what_is_not_known_of_a_source_stops_nothing(tmp_path: Path, own_model: Path) -> None:
+    own_model.unlink()
+    check_unchanged(make_spec(tmp_path, models=["nets_of_mine:net"]), cells=set())
+    check_unchanged(make_spec(tmp_path, models=["elsewhere.nets:net"]), cells=set())

@@ -151,6 +151,29 @@ def test_skew_is_the_longest_less_the_shortest_wait_of_a_step(timing: Make) -> N
     assert measured.skew_s == pytest.approx(0.2)
 
 
+def test_a_transfer_is_the_shortest_wait_of_a_step_and_unknown_where_a_rank_tells_none(timing: Make) -> None:
+    waits = {0: (0.5, 0.1), 1: (0.2, 0.3), 2: (0.4, 0.2)}
+    rows = [
+        timing(step=step, rank=rank, iteration_time_s=1.0 - 0.1 * rank, communication_time_s=seconds)
+        for step, pair in waits.items()
+        for rank, seconds in enumerate(pair)
+    ]
+    (measured,), _ = measure(rows)
+    assert measured.transfer_time_s == pytest.approx(0.2)
+    assert measured.communication_time_s == pytest.approx(0.4)  # of the slowest rank, which waited longer
+    (silent,), _ = measure([*rows[::2], *(timing(step=s, rank=1, communication_time_s=None) for s in waits)])
+    assert silent.transfer_time_s is None
+
+
+@pytest.mark.parametrize(("values", "expected"), [((0.2, 0.1, 0.4), 0.2), ((-0.2, -0.1, 0.4), 0.0), ((None,), None)])
+def test_the_other_exposed_communication_is_a_median_and_unknown_where_nobody_measured_it(
+    timing: Make, values: tuple[float | None, ...], expected: float | None
+) -> None:
+    rows = [timing(world_size=1, step=step, exposed_after_backward_s=value) for step, value in enumerate(values)]
+    (measured,), _ = measure(rows)
+    assert measured.exposed_after_backward_s == expected
+
+
 def test_skipped_steps_are_counted_once_for_all_ranks(timing: Make) -> None:
     rows = [timing(step=step, rank=rank, step_skipped=step < 2) for step in range(5) for rank in range(2)]
     (measured,), _ = measure(rows)

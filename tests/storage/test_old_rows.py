@@ -1,4 +1,4 @@
-"""Datasets of schema version 1, and rows of two environments: read with defaults, and never mixed."""
+"""Datasets of schema versions 1 and 2, and rows of two environments: read with defaults, and never mixed."""
 
 import io
 from collections.abc import Callable
@@ -36,6 +36,18 @@ TIMING_1 = {
     "float32_matmul_precision": TEXT, "host": TEXT, "load_average": NUMBER, "recorded_at": NUMBER,
     "schema_version": INTEGER,
 }  # fmt: skip
+#: And of version 2.
+TIMING_2 = {name: kind for name, kind in TIMING_1.items() if name != "schema_version"} | {
+    "channels_last": TRUTH, "compiled": TRUTH, "checkpointing": TEXT, "fused_optimizer": TRUTH, "compression": TEXT,
+    "isolated_communication_s": NUMBER, "is_cold": TRUTH, "is_settled": TRUTH, "gpu_clock_hz": NUMBER,
+    "power_w": NUMBER, "temperature_c": NUMBER, "throttled": TRUTH, "throttle_reasons": TEXT, "contended": TRUTH,
+    "other_cpu_share": NUMBER, "steal_share": NUMBER, "energy_j": NUMBER, "energy_reason": TEXT,
+    "schema_version": INTEGER,
+}  # fmt: skip
+#: What version 3 brought.
+SINCE_3 = (
+    "bucket_sizes", "exposed_after_backward_s", "cudnn_allow_tf32", "input_mode", "tool_version", "code_sha256",
+)  # fmt: skip
 OUTCOME_1 = {
     "cell_id": TEXT, "attempt": INTEGER, "status": TEXT, "cause": TEXT, "message": TEXT, "rows": INTEGER,
     "model": TEXT, "precision": TEXT, "world_size": INTEGER, "nodes": INTEGER, "per_gpu_batch_size": INTEGER,
@@ -44,9 +56,10 @@ OUTCOME_1 = {
 }  # fmt: skip
 
 
-def write_old(path: Path, rows: list, columns: dict[str, pa.DataType], record: str) -> None:
-    values = {name: [1 if name == "schema_version" else getattr(row, name) for row in rows] for name in columns}
-    schema = pa.schema(list(columns.items()), metadata={"precision_time.schema_version": "1", "record": record})
+def write_old(path: Path, rows: list, columns: dict[str, pa.DataType], record: str, *, version: int = 1) -> None:
+    values = {name: [version if name == "schema_version" else getattr(row, name) for row in rows] for name in columns}
+    labels = {"precision_time.schema_version": str(version), "record": record}
+    schema = pa.schema(list(columns.items()), metadata=labels)
     sink = io.BytesIO()
     pq.write_table(pa.table(values, schema=schema), sink)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,13 +85,30 @@ def test_a_dataset_of_the_first_schema_is_read_with_defaults_and_nulls(tmp_path:
     assert measured.skew_s is not None  # what old rows tell, they tell
 
 
+def test_what_the_second_schema_did_not_record_is_null_and_never_a_value(tmp_path: Path, cell_rows: Make) -> None:
+    rows = cell_rows(isolated_communication_s=0.5, energy_j=2.0, energy_reason="")
+    path = tmp_path / "timings/v1/model=mlp/precision=amp_bf16/cell-00000000000000aa.parquet"
+    write_old(path, rows, TIMING_2, "IterationTiming", version=2)
+    dataset = TimingsDataset(str(tmp_path))
+    table = dataset.read(strict=True)
+    assert {name: table.column(name).null_count for name in SINCE_3} == dict.fromkeys(SINCE_3, len(rows))
+    (measured,) = dataset.measurements(strict=True)
+    assert (measured.isolated_communication_s, measured.energy_j) == (0.5, 4.0)
+    assert measured.exposed_after_backward_s is None
+    assert measured.transfer_time_s is not None  # old rows tell the communication of every rank
+
+
 def test_old_and_new_rows_stand_in_one_dataset(tmp_path: Path, cell_rows: Make) -> None:
     path = tmp_path / "timings/v1/model=mlp/precision=amp_bf16/cell-00000000000000aa.parquet"
     write_old(path, cell_rows(), TIMING_1, "IterationTiming")
     dataset = TimingsDataset(str(tmp_path))
-    dataset.record(cell_rows("00000000000000bb", compiled=True, energy_j=2.0, energy_reason=""))
+    sent = {"bucket_sizes": "4000,96", "tool_version": "1.2", "cudnn_allow_tf32": False}
+    dataset.record(cell_rows("00000000000000bb", compiled=True, energy_j=2.0, energy_reason="", **sent))
     old, new = dataset.measurements(strict=True)
     assert (old.compiled, new.compiled, old.energy_j, new.energy_j) == (False, True, None, 4.0)
+    table = dataset.read(strict=True)
+    for name, value in sent.items():
+        assert set(table.column(name).to_pylist()) == {None, value}
 
 
 def test_outcomes_of_the_first_schema_are_read(tmp_path: Path) -> None:
@@ -104,7 +134,13 @@ def test_another_driver_or_release_makes_another_cell_and_another_measurement(
     assert times == {CELL.cell_id(ENVIRONMENT): 0.1, CELL.cell_id(later): 0.3}
 
 
-@pytest.mark.parametrize("column", ["driver_version", "framework_version", "cuda_version", "cpu_model", "compression"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        "driver_version", "framework_version", "cuda_version", "cpu_model", "compression", "tool_version",
+        "code_sha256",
+    ],
+)  # fmt: skip
 def test_rows_of_two_environments_under_one_name_are_refused(tmp_path: Path, cell_rows: Make, column: str) -> None:
     rows = cell_rows()
     with pytest.raises(IntegrityError, match=column):

@@ -227,6 +227,7 @@ def test_a_file_set_aside_is_kept_and_its_cell_is_missing_again(dataset: Timings
         ("compute_time_s", -1.0),
         ("communication_time_s", math.nan),
         ("exposed_communication_s", math.inf),
+        ("exposed_after_backward_s", math.nan),
     ],
 )
 def test_a_time_that_is_none_is_never_recorded(

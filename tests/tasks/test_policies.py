@@ -4,7 +4,7 @@ from torch import nn
 
 from precision_time.predictor.precision import PRECISIONS
 from precision_time.storage.errors import PrecisionUnsupportedError
-from precision_time.tasks.policies import apply_precision, reason_unsupported
+from precision_time.tasks.policies import apply_precision, check_switches, reason_unsupported
 
 CPU = torch.device("cpu")
 
@@ -41,6 +41,27 @@ def test_fp32_switches_every_tf32_mode_off():
     apply("fp32")
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cudnn.allow_tf32
+
+
+def test_convolutions_in_tf32_beside_products_in_fp32_are_no_fp32(monkeypatch):
+    class Deaf:
+        """As cuDNN's switches where something else has turned them."""
+
+        allow_tf32 = property(lambda self: True, lambda self, value: None)
+
+    monkeypatch.setattr(torch.backends, "cudnn", Deaf())
+    said = r"float32_matmul_precision=highest with cudnn.allow_tf32=True came into force"
+    with pytest.raises(PrecisionUnsupportedError, match=said):
+        apply("fp32")
+
+
+@pytest.mark.parametrize("name", ["fp32", "amp_bf16"])
+def test_a_model_that_turns_a_switch_while_it_trains_is_refused(monkeypatch, name):
+    policy, _ = apply(name)
+    check_switches(policy, device=CPU)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    with pytest.raises(PrecisionUnsupportedError, match=r"does not run .*the model changed the TF32 switches"):
+        check_switches(policy, device=CPU)
 
 
 @pytest.mark.parametrize("name", ["tf32", "fp8", "nvfp4"])

@@ -1,3 +1,6 @@
+import hashlib
+import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -6,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
-from precision_time.storage.schema import Environment, GridCell
+from precision_time.storage.schema import Environment, GridCell, IterationTiming
+from precision_time.storage.timings import read_table
 from precision_time.tasks.conditions import Conditions
 from precision_time.tasks.device_state import GpuState
 from precision_time.tasks.job import MeasurementLimits, RankJob
@@ -42,7 +46,7 @@ def make_job(scratch, *, world_size):
     )
 
 
-def make_step(*, backward_s, communication_s=0.0, buckets=()):
+def make_step(*, backward_s, communication_s=0.0, buckets=(), last_backward_s=None, last_landing_s=None):
     return StepTimes(
         iteration_s=1.0 + backward_s,
         forward_s=0.75,
@@ -54,10 +58,12 @@ def make_step(*, backward_s, communication_s=0.0, buckets=()):
         step_skipped=False,
         recorded_at=0.0,
         peak_memory_bytes=1,
+        last_backward_s=last_backward_s,
+        last_landing_s=last_landing_s,
     )
 
 
-def rows_of(job, result):
+def rows_of(job, result, **facts):
     return make_rows(
         job,
         0,
@@ -66,6 +72,7 @@ def rows_of(job, result):
         effective_precision="fp32",
         model_params=10,
         float32_matmul_precision="highest",
+        **facts,
     )
 
 
@@ -83,8 +90,31 @@ def test_exposed_communication_is_the_backward_pass_with_minus_without_synchroni
         None,
     )
     assert (first.compute_time_s, first.communication_time_s, first.exposed_communication_s) == (3.0, 0.5, 1.0)
-    assert (first.bucket_count, first.bucket_bytes) == (2, 12)
+    assert (first.bucket_count, first.bucket_bytes, first.bucket_sizes) == (2, 12, "4,8")
     assert second.exposed_communication_s == -0.5  # noise is stored as it was measured
+
+
+def test_the_other_exposed_communication_is_the_last_landing_after_the_backward_pass_alone(tmp_path):
+    # Two micro-steps: only the backward pass of the last one counts, on either side.
+    synced = [make_step(backward_s=5.0, last_backward_s=3.5, last_landing_s=landing) for landing in (3.25, 1.75, None)]
+    local = [make_step(backward_s=4.0, last_backward_s=2.0)] * 3
+    result = LoopResult(warmup=synced[:1], synced=synced, local=local, steady=True)
+    cold, *measured = rows_of(make_job(tmp_path, world_size=2), result)
+    assert cold.exposed_after_backward_s is None
+    assert [row.exposed_after_backward_s for row in measured] == [1.25, -0.25, None]
+    assert [row.exposed_communication_s for row in measured] == [1.0] * 3
+
+
+def test_a_row_says_what_measured_it_and_what_is_not_known_is_null(tmp_path):
+    step = make_step(backward_s=2.0)
+    result = LoopResult(warmup=[], synced=[step], local=[step], steady=True)
+    job = make_job(tmp_path, world_size=1)
+    (row,) = rows_of(job, result, cudnn_allow_tf32=True, code_sha256="c0de")
+    assert (row.cudnn_allow_tf32, row.code_sha256, row.input_mode) == (True, "c0de", "synthetic")
+    assert row.tool_version == importlib.metadata.version("precision-time")
+    assert row.schema_version == 3
+    (silent,) = rows_of(job, result)
+    assert (silent.cudnn_allow_tf32, silent.code_sha256) == (None, None)
 
 
 def test_one_rank_exposes_nothing(tmp_path):
@@ -92,6 +122,7 @@ def test_one_rank_exposes_nothing(tmp_path):
     result = LoopResult(warmup=[], synced=[step], local=[step], steady=False)
     (row,) = rows_of(make_job(tmp_path, world_size=1), result)
     assert (row.compute_time_s, row.communication_time_s, row.exposed_communication_s) == (3.0, 0.0, 0.0)
+    assert (row.bucket_sizes, row.exposed_after_backward_s) == ("", 0.0)
     assert not row.is_steady
 
 
@@ -138,6 +169,54 @@ def test_a_rank_whose_worker_is_gone_ends_without_working(tmp_path):
     assert ended.returncode == 1
     assert not fragment_path(tmp_path, 0).exists()
     assert not failure_path(tmp_path, 0).exists()
+
+
+OWN_MODELS = """
+import torch
+from precision_time.tasks.workloads import OPTIMIZERS, Workload
+
+def build(compute_loss=lambda module, batch: module(batch).square().mean()):
+    return Workload(
+        name="own", family="mlp", task_input="8", module=torch.nn.Linear(8, 8), optimizer_name="sgd_momentum",
+        make_batch=lambda samples, device: torch.ones(samples, 8, device=device), compute_loss=compute_loss,
+        make_optimizer=OPTIMIZERS["sgd_momentum"],
+    )
+
+def turning():
+    def compute_loss(module, batch):
+        torch.backends.cudnn.allow_tf32 = True
+        return module(batch).square().mean()
+    return build(compute_loss)
+"""
+
+
+def run_own_model(folder, model):
+    """A real rank with a model of the current folder: its exit code and the job's cell."""
+    (folder / "own_models_here.py").write_text(OWN_MODELS, encoding="utf-8")
+    job = make_job(folder / "scratch", world_size=1)
+    cell = replace(job.cell, model=f"own_models_here:{model}")
+    limits = MeasurementLimits(warmup_steps=1, measured_steps=3, seconds_per_cell=5.0)
+    path = replace(job, cell=cell, cell_id=cell.cell_id(ENVIRONMENT), limits=limits).lay_out()
+    command = [sys.executable, "-m", "precision_time.tasks.ranks", str(path), "0"]
+    return subprocess.run(command, cwd=folder, timeout=120, check=False, capture_output=True).returncode
+
+
+def test_a_rank_writes_down_its_switches_its_tool_and_the_source_of_its_model(tmp_path):
+    assert run_own_model(tmp_path, "build") == 0
+    table = read_table(fragment_path(tmp_path / "scratch", 0).read_bytes(), IterationTiming)
+    source = hashlib.sha256((tmp_path / "own_models_here.py").read_bytes()).hexdigest()
+    told = {"cudnn_allow_tf32": False, "float32_matmul_precision": "highest", "input_mode": "synthetic",
+            "code_sha256": source, "tool_version": importlib.metadata.version("precision-time"), "bucket_sizes": "",
+            "schema_version": 3}  # fmt: skip
+    assert {name: set(table[name].to_pylist()) for name in told} == {name: {value} for name, value in told.items()}
+
+
+def test_a_model_that_turns_tf32_on_while_it_trains_in_fp32_leaves_no_rows(tmp_path):
+    assert run_own_model(tmp_path, "turning") == 1
+    assert not fragment_path(tmp_path / "scratch", 0).exists()
+    report = json.loads(failure_path(tmp_path / "scratch", 0).read_text())
+    assert report["cause"] == "precision-unsupported"
+    assert "the model changed the TF32 switches" in report["message"]
 
 
 def test_a_row_tells_the_options_the_conditions_and_what_was_measured_once(tmp_path):

@@ -153,8 +153,8 @@ def test_rows_that_cannot_be_of_this_cell_fail_it(dataset, receipt, tmp_path, sp
     assert_refused_as_corrupt(dataset, receipt, said)
 
 
-def test_a_cell_that_is_recorded_already_keeps_its_first_rows(dataset, receipt, tmp_path):
-    record_cell(dataset, receipt)
+def test_a_cell_that_is_recorded_already_keeps_its_first_rows_and_the_second_are_discarded(dataset, receipt, tmp_path):
+    first = record_cell(dataset, receipt)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     for rank in range(2):
@@ -163,8 +163,12 @@ def test_a_cell_that_is_recorded_already_keeps_its_first_rows(dataset, receipt, 
             for row in make_fragment_rows(scratch, rank)
         ]
         write_fragment(fragment_path(scratch, rank), rows)
-    assert record_cell(dataset, replace(receipt, attempt=2)).status == "recorded"
+    outcome = record_cell(dataset, replace(receipt, attempt=2))
+    assert (outcome.status, outcome.message, outcome.rows) == ("recorded", "recorded before, discarded", 0)
+    assert dataset.outcomes() == [first, outcome]
+    assert dataset.read().num_rows == first.rows == 10
     assert dataset.measurements()[0].iteration_time_s == 1.0
+    assert not scratch.exists()
 
 
 def test_rows_carry_the_marks_of_the_whole_cell(dataset, receipt):
@@ -234,3 +238,36 @@ def test_another_network_under_a_recorded_name_fails_and_keeps_the_card(dataset,
     assert "params 7 -> " in outcome.message
     assert dataset.read_cards("workloads") == [CARD | {"params": 7}]
     assert dataset.recorded_cells() == set()
+
+
+def write_code(receipt, digest):
+    for rank in range(2):
+        rows = make_fragment_rows(fragment_path_of(receipt, rank).parent, rank)
+        write_fragment(fragment_path_of(receipt, rank), [replace(row, code_sha256=digest) for row in rows])
+
+
+def test_a_recorded_cell_tells_the_source_its_model_came_from(dataset, receipt):
+    write_code(receipt, "0123456789abcdef")
+    assert record_cell(dataset, receipt).status == "recorded"
+    assert dataset.read_cards("code") == [{"name": CELL.model, "code_sha256": "0123456789abcdef"}]
+    assert set(dataset.read()["code_sha256"].to_pylist()) == {"0123456789abcdef"}
+
+
+@pytest.mark.parametrize(("before", "status"), [("aaaaaaaaaaaa", "failed"), (None, "recorded")])
+def test_a_model_whose_source_changed_fails_unless_the_earlier_one_was_let_go(dataset, receipt, before, status):
+    dataset.write_card("code", CELL.model, {"name": CELL.model, "code_sha256": before})
+    write_code(receipt, "bbbbbbbbbbbb")
+    outcome = record_cell(dataset, receipt)
+    assert outcome.status == status
+    if status == "failed":
+        assert outcome.cause == "model changed"
+        assert "aaaaaaaa -> bbbbbbbb" in outcome.message
+        assert "--accept-changes" in outcome.message
+        assert dataset.recorded_cells() == set()
+
+
+def test_ranks_that_loaded_different_sources_make_no_cell(dataset, receipt):
+    write_code(receipt, "a")
+    rows = make_fragment_rows(fragment_path_of(receipt, 1).parent, 1)
+    write_fragment(fragment_path_of(receipt, 1), [replace(row, code_sha256="b") for row in rows])
+    assert_refused_as_corrupt(dataset, receipt, "code_sha256")
