@@ -2,10 +2,12 @@
 
 import contextlib
 import importlib.metadata
+import os
 import shutil
 import signal
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -14,9 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import dask
+from dask.utils import parse_bytes
 from distributed import Client, LocalCluster
 
 from precision_time.flows.cluster_settings import DASK_SETTINGS, SlurmOptions, is_address, is_local
+from precision_time.flows.device_claims import claim_devices, name_devices
 from precision_time.storage.errors import (
     InputError,
     NoWorkersError,
@@ -48,14 +52,15 @@ def open_cluster(
 
     ``device_type`` is ``cpu``, ``cuda``, or ``auto`` where the workers are not ours. ``cluster`` is ``local`` (CPU
     workers of this machine), ``local-cuda`` (dask-cuda: each worker sees its own GPU first), ``auto`` (whichever fits
-    ``device_type``), ``slurm`` (one batch job a worker, with the options ``slurm``), or the address of a scheduler
-    whose workers run already. Those that are started here listen on the loopback address only, Slurm's on the network.
-    Raises ``InputError`` for a cluster that does not fit the device, lacks a package or is set up otherwise, and
-    ``NoWorkersError`` when fewer workers come within ``wait_s`` seconds.
+    ``device_type``), ``slurm`` (batch jobs with the options ``slurm``), or the address of a scheduler whose workers run
+    already. Those that are started here listen on the loopback address only, Slurm's on the network. A local cluster
+    has its devices to itself. Raises ``InputError`` for a cluster that does not fit the device, lacks a package or is
+    set up otherwise, and for devices that another one measures on; ``NoWorkersError`` when fewer workers come within
+    ``wait_s`` seconds.
     """
     settings = dict(DASK_SETTINGS) | {"logging.distributed": "critical"}
     settings |= {} if device_type == "cuda" else {"distributed.diagnostics.nvml": False}
-    with dask.config.set(settings), contextlib.ExitStack() as stack:
+    with dask.config.set(settings), _environment_kept(), contextlib.ExitStack() as stack:
         with _interrupts_held_back():
             if is_address(cluster):
                 client = stack.enter_context(_connect(cluster))
@@ -63,6 +68,7 @@ def open_cluster(
                 if cluster == "slurm":
                     started = _start_slurm(device_type, workers, slurm)
                 else:
+                    stack.enter_context(claim_devices(name_devices(device_type, count=workers)))
                     started = _start_local(device_type, workers, cluster)
                 client = stack.enter_context(Client(stack.enter_context(started)))
         if is_address(cluster):
@@ -72,6 +78,17 @@ def open_cluster(
             _check_workers(client, device_type=device_type)
         install_gangs(client)
         yield client
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Dask puts what it wants of local workers into this process's environment too: one thread for all that follows."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _start_local(device_type: str, workers: int, cluster: str) -> Any:
@@ -129,12 +146,14 @@ def _start_slurm(device_type: str, workers: int, options: SlurmOptions | None) -
             "this machine has no Slurm", got="no command sbatch", expected="a host from which jobs are submitted"
         )
     options = options or SlurmOptions.model_validate({})
+    a_job = options.workers_per_job
     return SLURMCluster(
+        # Workers come in whole jobs; "cores" are Dask's threads, of which a worker has one.
         n_workers=workers,
-        cores=1,
-        processes=1,
-        job_cpu=options.cpus,
-        memory=options.memory,
+        cores=a_job,
+        processes=a_job,
+        job_cpu=a_job * options.cpus,
+        memory=f"{a_job * _read_memory(options.memory)}B",
         walltime=options.walltime,
         queue=options.partition,
         account=options.account,
@@ -145,6 +164,13 @@ def _start_slurm(device_type: str, workers: int, options: SlurmOptions | None) -
         scheduler_options={"dashboard_address": "127.0.0.1:0"},
         silence_logs="CRITICAL",
     )
+
+
+def _read_memory(text: str) -> int:
+    try:
+        return int(parse_bytes(text))
+    except ValueError as error:
+        raise InputError("slurm.memory is not a size", got=repr(text), expected="bytes of one worker: 8GB") from error
 
 
 def _connect(address: str) -> Client:
@@ -264,9 +290,9 @@ def probe_cluster(
 def probe_worker(client: Client, device: str, *, wait_s: float | None = None) -> ProbeReport:
     """What a worker of ``client`` runs on, measured there on a lease of its own: a shared cluster may be busy.
 
-    ``device`` is as in ``probe_device``; ``device_count`` becomes the ranks that one host of the cluster takes.
-    ``wait_s`` limits the wait for a free worker. Raises ``InputError`` when the device is not there, and
-    ``NoWorkersError`` when no worker becomes free in time.
+    ``device`` is as in ``probe_device``; ``device_count`` becomes the ranks that the widest host of the cluster takes,
+    and all hosts are counted too. ``wait_s`` limits the wait for a free worker. Raises ``InputError`` when the device
+    is not there, and ``NoWorkersError`` when no worker becomes free in time.
     """
     with lease_workers(client, 1, timeout_s=wait_s) as lease:
         probed = client.submit(
@@ -280,14 +306,15 @@ def probe_worker(client: Client, device: str, *, wait_s: float | None = None) ->
                 "the probe of a worker did not end", got=f"{PROBE_S:g} s", fix=f"look at {lease.workers[0]}"
             ) from error
         lease.mark_clean()
-    return replace(report, device_count=_count_ranks(client, report))
+    return _count_ranks(client, report)
 
 
-def _count_ranks(client: Client, report: ProbeReport) -> int:
-    """The ranks that the widest host of the cluster takes: one a worker, and one a GPU."""
-    hosts = [urlsplit(address).hostname for address in client.scheduler_info(n_workers=-1)["workers"]]
-    widest = max(map(hosts.count, hosts))
-    return min(widest, report.device_count) if report.environment.device_type == "cuda" else widest
+def _count_ranks(client: Client, report: ProbeReport) -> ProbeReport:
+    """``report`` with the ranks that the hosts of the cluster take: one a worker, and one a GPU."""
+    workers = Counter(urlsplit(address).hostname for address in client.scheduler_info(n_workers=-1)["workers"])
+    gpus = report.device_count if report.environment.device_type == "cuda" else None
+    ranks = [count if gpus is None else min(count, gpus) for count in workers.values()]
+    return replace(report, device_count=max(ranks), worker_count=sum(ranks), host_count=len(ranks))
 
 
 def check_scratch(client: Client, folder: Path) -> None:

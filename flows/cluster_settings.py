@@ -79,15 +79,24 @@ Line = Annotated[str, BeforeValidator(_check_directive)]
 
 
 class SlurmOptions(BaseModel):
-    """What the batch jobs of a campaign ask Slurm for; each job is one worker, which runs one rank at a time."""
+    """What the batch jobs of a campaign ask Slurm for; a job stands on one host and holds one or more workers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     partition: Line | None = Field(None, title="Partition", description="As in sbatch --partition.")
     account: Line | None = Field(None, title="Account", description="As in sbatch --account.")
+    workers_per_job: int = Field(
+        1,
+        title="Workers per job",
+        description="Workers, and so ranks, of one job. The ranks of a cell that share a host must fit into one job: "
+        "Slurm may place each job on another host.",
+        ge=1,
+        le=256,
+        strict=True,
+    )
     memory: Line = Field("8GB", title="Memory", description="Memory of one worker and its rank.")
     walltime: Line = Field("01:00:00", title="Walltime", description="As in sbatch --time; the longest a worker lives.")
-    cpus: int = Field(1, title="CPUs", description="As in sbatch --cpus-per-task.", ge=1, le=1024, strict=True)
+    cpus: int = Field(1, title="CPUs", description="Cores of one worker and its rank.", ge=1, le=1024, strict=True)
     interface: Line | None = Field(
         None, title="Network interface", description="By which workers reach the scheduler, such as ib0."
     )

@@ -6,12 +6,12 @@ import math
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from precision_time.flows.changes import check_unchanged, limits_of
-from precision_time.flows.cluster_settings import is_local
+from precision_time.flows.cluster_settings import SlurmOptions, is_local
 from precision_time.flows.order import order_cells
 from precision_time.flows.spec import CampaignSpec
 from precision_time.predictor.closed_form import TrainingSetup, solve_closed_form
@@ -32,6 +32,8 @@ __all__ = ["CampaignPlan", "CellEstimate", "PlannedCell", "plan_campaign"]
 CELL_BYTES = 32_000
 ROW_BYTES = 100
 IMPORT_SECONDS = 300
+#: What ``cells_at_once`` may say at most: each has a thread and a task of Prefect.
+MOST_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +97,35 @@ class CampaignPlan:
         missing = self.missing
         if not missing:
             return 0.0
-        together_s = sum(
-            planned.estimated_s * max(1 / self.at_once, min(1.0, planned.cell.world_size / self.device.device_count))
-            for planned in missing
-        )
-        return together_s * self.cells_to_measure / len(missing)
+        return sum(self.occupied_s(missing).values()) * self.cells_to_measure / len(missing)
+
+    def occupied_s(self, cells: Sequence[PlannedCell]) -> dict[str, float]:
+        """By cell id, the seconds for which each of ``cells`` takes all of the cluster: its own, times its share."""
+        at_once = self.at_once
+
+        def share(cell: GridCell) -> float:
+            if self.is_one_per_host:
+                return cell.nodes / self.device.host_count
+            return cell.world_size / self.device.most_ranks
+
+        return {
+            planned.cell_id: planned.estimated_s * max(1 / at_once, min(1.0, share(planned.cell))) for planned in cells
+        }
+
+    @property
+    def is_one_per_host(self) -> bool:
+        """Whether a cell has its hosts to itself, as on CPUs, where two would slow each other down."""
+        return self.device.environment.device_type == "cpu" and self.spec.cells_at_once is None
 
     @property
     def at_once(self) -> int:
-        """Cells that run side by side; on a CPU they would slow each other down, so it is one there."""
-        default = 1 if self.device.environment.device_type == "cpu" else self.device.device_count
-        return self.spec.cells_at_once or max(1, default)
+        """Cells that run side by side: one a host on CPUs, on GPUs as many as there are GPUs for."""
+        if self.spec.cells_at_once is not None:
+            return self.spec.cells_at_once
+        if self.is_one_per_host:
+            return min(MOST_AT_ONCE, max(1, self.device.host_count))
+        narrowest = min((planned.cell.world_size for planned in self.cells if planned.state == "missing"), default=1)
+        return min(MOST_AT_ONCE, max(1, self.device.most_ranks // narrowest))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``place`` is a cell's turn, from 0 on, unless a predictor chooses."""
@@ -154,12 +174,14 @@ def _describe_cluster(spec: CampaignSpec) -> str:
 def plan_campaign(spec: CampaignSpec, *, probe: Callable[[str], ProbeReport] | None = None) -> CampaignPlan:
     """The grid of ``spec`` on this machine, after every check that needs no measuring.
 
-    In this order: models and strategies fit each other; the data folder takes files; the device has the GPUs and the
-    precisions; models of the user's own import, and CA-SGD has its CPU and MPI; what is missing would be measured as
-    what is recorded was. Raises ``StorageError`` and its kin, ``InputError`` or ``PrecisionUnsupportedError``.
+    In this order: models and strategies fit each other, and cells the jobs of Slurm; the data folder takes files; the
+    device has the GPUs and the precisions; models of the user's own import, and CA-SGD has its CPU and MPI; what is
+    missing would be measured as what is recorded was. Raises ``StorageError`` and its kin, ``InputError`` or
+    ``PrecisionUnsupportedError``.
     """
     cells = spec.cells()
     check_glm_cells(cells)
+    _check_jobs(spec, cells)
     dataset = TimingsDataset(spec.data)
     dataset.check_writable(required_bytes=_required_bytes(spec, cells))
     device = probe(spec.device) if probe else _probe_once(spec.cluster, spec.device, _describe_cluster(spec))
@@ -202,6 +224,22 @@ def _required_bytes(spec: CampaignSpec, cells: Iterable[GridCell]) -> int:
     return sum(CELL_BYTES + ROW_BYTES * steps * cell.world_size for cell in cells)
 
 
+def _check_jobs(spec: CampaignSpec, cells: list[GridCell]) -> None:
+    """Refuse cells whose ranks of one host are more than the workers of a job: Slurm places each job anywhere."""
+    if spec.cluster != "slurm":
+        return
+    room = (spec.slurm or SlurmOptions.model_validate({})).workers_per_job
+    ranks = {cell.world_size: cell.world_size // cell.nodes for cell in cells}
+    too_wide = sorted(world_size for world_size, here in ranks.items() if here > room)
+    if too_wide:
+        raise InputError(
+            "a cell has more ranks on a host than a job of Slurm has workers",
+            got=f"gpus: {', '.join(map(str, too_wide))}; slurm.workers_per_job: {room}",
+            expected="the ranks of a host in one job, since Slurm may place each job on another host",
+            fix=f"slurm: {{workers_per_job: {max(ranks.values())}}}, or gpus_per_node: {room} to spread over hosts",
+        )
+
+
 def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -> None:
     gpu = device.environment.gpu
     spread = sorted({cell.world_size for cell in cells if cell.nodes > 1})
@@ -211,6 +249,14 @@ def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -
             got=f"gpus: {', '.join(str(ranks) for ranks in spread)}; cluster: {cluster}",
             expected="a cluster of several hosts",
             fix="name one (cluster: tcp://host:port), or leave gpus_per_node out",
+        )
+    scattered = sorted({cell.nodes for cell in cells if cell.nodes > device.host_count})
+    if scattered:
+        raise InputError(
+            "gpus_per_node spreads ranks over more hosts than the cluster has",
+            got=", ".join(str(nodes) for nodes in scattered),
+            expected=f"at most {device.host_count}",
+            fix="start workers on more hosts, or take the widest out of gpus",
         )
     too_wide = sorted({cell.world_size for cell in cells if cell.world_size // cell.nodes > device.device_count})
     if too_wide:

@@ -22,6 +22,8 @@ LINE_EVERY_S = 30.0
 #: a wait for workers is named after so long, and then every so often: it may last for hours
 WAIT_SAID_AFTER_S = 15.0
 WAIT_SAID_EVERY_S = 60.0
+#: A cell that was not seen waiting for so long has its workers: it is asked about every second.
+WAIT_OVER_S = 10.0
 #: weight of the newest cell in the running ratio of taken to estimated time
 NEWEST = 0.3
 
@@ -34,11 +36,17 @@ class CampaignProgress:
         self.total = min(plan.cells_to_measure, plan.spec.max_cells or plan.cells_to_measure)
         self.done = 0
         self.failed = 0
-        self._at_once = plan.at_once
         self._running: dict[str, tuple[PlannedCell, float]] = {}
         self._said = time.monotonic()
+        self._due: dict[str, float] = {}
         self._waits: dict[str, float] = {}
-        self._waiting = {planned.cell_id: planned.estimated_s for planned in plan.missing}
+        # A cell beside others takes only its share of the cluster, and so of the time that is left.
+        self._waiting = plan.occupied_s(plan.missing)
+        self._share = {
+            planned.cell_id: self._waiting[planned.cell_id] / planned.estimated_s
+            for planned in plan.missing
+            if planned.estimated_s > 0
+        }
         self._ratio: float | None = None
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
@@ -79,23 +87,32 @@ class CampaignProgress:
         share = min(1.0, left / len(self._waiting)) if self._waiting else 0.0
         left_s = sum(self._waiting.values()) * share * self._ratio
         now = time.monotonic()
-        running_s = sum(now - started for _, started in tuple(self._running.values()))
-        return max(0.0, left_s - running_s) / self._at_once
+        running_s = sum(
+            (now - started) * self._share.get(planned.cell_id, 0.0)
+            for planned, started in tuple(self._running.values())
+        )
+        return max(0.0, left_s - running_s)
 
     def start_cell(self, planned: PlannedCell) -> None:
         """Say that ``planned`` is being measured now."""
         self._running[planned.cell_id] = planned, time.monotonic()
-        self._waits.pop(planned.cell_id, None)
+        self._due.pop(planned.cell_id, None)
         self._describe()
 
     def show_wait(self, planned: PlannedCell, wait: LeaseWait) -> None:
         """Say now and then that ``planned`` still waits for workers, and who has them; called about every second."""
+        now = time.monotonic()
         # Its time starts when it has its workers.
-        self._running[planned.cell_id] = planned, time.monotonic()
-        due_s = self._waits.get(planned.cell_id, WAIT_SAID_AFTER_S)
-        if wait.seconds >= due_s:
-            self._waits[planned.cell_id] = wait.seconds + WAIT_SAID_EVERY_S
-            self._print(f"{planned.cell.label}: {wait}, for {format_duration(wait.seconds)} so far")
+        self._running[planned.cell_id] = planned, now
+        # A new dictionary each time: threads of other cells may be reading this one.
+        seen = {other: then for other, then in self._waits.items() if now - then < WAIT_OVER_S}
+        self._waits = seen | {planned.cell_id: now}
+        # The first in the line speaks for all: on a large cluster dozens of a campaign's own cells wait.
+        is_first = next(iter(self._waits)) == planned.cell_id
+        if is_first and wait.seconds >= self._due.get(planned.cell_id, WAIT_SAID_AFTER_S):
+            self._due[planned.cell_id] = wait.seconds + WAIT_SAID_EVERY_S
+            others = f" and {len(seen.keys() - {planned.cell_id})} more" if seen.keys() - {planned.cell_id} else ""
+            self._print(f"{planned.cell.label}{others}: {wait}, for {format_duration(wait.seconds)} so far")
 
     def drop_cell(self, planned: PlannedCell) -> None:
         """Say no more of ``planned``, which was given up before it started."""
@@ -106,7 +123,7 @@ class CampaignProgress:
         now = time.monotonic()
         taken_s = now - self._running.pop(planned.cell_id, (planned, now))[1]
         self._describe()
-        if outcome.status == "recorded" and planned.estimated_s > 0:
+        if outcome.rows and planned.estimated_s > 0:
             ratio = taken_s / planned.estimated_s
             self._ratio = ratio if self._ratio is None else (1 - NEWEST) * self._ratio + NEWEST * ratio
         if is_last_attempt:

@@ -170,7 +170,7 @@ class CampaignSpec(BaseModel):
     cells_at_once: int | None = Field(
         None,
         title="Cells at once",
-        description="Cells measured side by side; by default 1 on a CPU, and on GPUs as many as there are GPUs for.",
+        description="Cells measured side by side; by default one a host on CPUs, on GPUs as many as fit.",
         ge=1,
         le=256,
         strict=True,
@@ -179,7 +179,7 @@ class CampaignSpec(BaseModel):
         False,
         title="Accept changes",
         strict=True,
-        description="Go on although the campaign's recorded cells were measured with other settings.",
+        description="Go on although recorded cells were measured with other settings, or other code of your model.",
     )
     gpus_per_node: Gpus | None = Field(
         None,

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from precision_time.flows.cluster_settings import ADDRESS, ADDRESS_EXPECTED, is_address
 from precision_time.flows.deployments import POOL, Nightly, load_forms, plan_deployments, register_deployments
+from precision_time.flows.device_claims import claim_devices, name_devices
 from precision_time.flows.lost_runs import end_lost_runs
 from precision_time.flows.stack import (
     LOOPBACK,
@@ -55,6 +56,7 @@ class UpSettings:
     workers: int | None = None
     with_worker: bool = True
     nightly: Nightly | None = None
+    stale_after_days: float | None = None
 
     def __post_init__(self) -> None:
         if self.cluster not in CLUSTERS and not ADDRESS.fullmatch(self.cluster):
@@ -123,7 +125,7 @@ def stay_up(
     """
     started = time.monotonic()
     home = settings.home
-    with _hold(home, say) as stop:
+    with _hold(home, say) as stop, contextlib.ExitStack() as claims:
         require_free(settings.port)
         if is_address(settings.cluster):
             require_scheduler(settings.cluster)
@@ -132,6 +134,7 @@ def stay_up(
         for log in (home / "logs").glob("*.log"):
             log.replace(f"{log}.1")  # whoever starts it again may want to know why it ended
         stack = _Stack(settings, stop, say)
+        claims.enter_context(claim_devices(stack.devices, scheduler=stack.dask_address))
         try:
             addresses = stack.start(since=started)
             if addresses is not None:
@@ -176,6 +179,7 @@ class _Stack:
         self.dask_counts: str | None = None
         self.dask_count = 0
         self.ranks: tuple[int, ...] = (1, 2)
+        self.devices: tuple[str, ...] = ()
         if settings.cluster in ("auto", "local", "local-cuda"):
             self._plan_dask(logs)
         self._deaths: list[float] = []
@@ -197,6 +201,7 @@ class _Stack:
         self.dashboard = f"http://{LOOPBACK}:{dashboard}/{page}"
         self.dask_counts, self.dask_count = f"http://{LOOPBACK}:{dashboard}/json/counts.json", workers
         self.ranks = (1, 2) if workers > 1 else (1,)
+        self.devices = name_devices("cuda" if gpus else "cpu", count=workers)
 
     @property
     def parts(self) -> list[Part]:
@@ -211,7 +216,11 @@ class _Stack:
             if part is not self.worker:
                 part.start()
         planned = plan_deployments(
-            self.settings.home, cluster=self.dask_address or "auto", ranks=self.ranks, nightly=self.settings.nightly
+            self.settings.home,
+            cluster=self.dask_address or "auto",
+            ranks=self.ranks,
+            nightly=self.settings.nightly,
+            stale_after_days=self.settings.stale_after_days,
         )
         # Prefect reads its settings at its first import, and the flows are imported for their forms.
         from precision_time.flows.automations import register_automations

@@ -49,7 +49,7 @@ class RankJob:
     """One attempt at one cell, as every rank of it reads it.
 
     ``scratch`` is the folder of this attempt, seen by all ranks. ``devices`` holds the ``CUDA_VISIBLE_DEVICES`` entry
-    of each rank, and is empty on a CPU.
+    of each rank, and is empty on a CPU. ``hosts`` holds the address by which each rank's worker is known to the others.
     """
 
     cell: GridCell
@@ -59,6 +59,7 @@ class RankJob:
     limits: MeasurementLimits
     scratch: str
     devices: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     @property
     def threads_per_rank(self) -> int:
@@ -100,6 +101,7 @@ class RankJob:
                 environment=Environment(**values.pop("environment")),
                 limits=MeasurementLimits(**values.pop("limits")),
                 devices=tuple(values.pop("devices")),
+                hosts=tuple(values.pop("hosts")),
                 **values,
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

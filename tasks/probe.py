@@ -45,18 +45,31 @@ SMALL_MESSAGE_BYTES = 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What a campaign must know of the machine before it plans: ``unsupported`` maps a precision to the reason."""
+    """What a campaign must know of the machine before it plans: ``unsupported`` maps a precision to the reason.
+
+    ``device_count`` are the ranks that one host takes, ``worker_count`` those that all ``host_count`` hosts of a
+    cluster take side by side; None where this machine is all there is.
+    """
 
     environment: Environment
     device_count: int
     unsupported: dict[str, str]
     hardware: HardwareSpec
+    worker_count: int | None = None
+    host_count: int = 1
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that run side by side on all hosts."""
+        return max(1, self.device_count if self.worker_count is None else self.worker_count)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
             "environment": asdict(self.environment),
             "device_count": self.device_count,
+            "worker_count": self.worker_count,
+            "host_count": self.host_count,
             "unsupported": dict(self.unsupported),
             "hardware": self.hardware.to_dict(),
         }
@@ -67,6 +80,8 @@ class ProbeReport:
         return cls(
             environment=Environment(**values["environment"]),
             device_count=values["device_count"],
+            worker_count=values["worker_count"],
+            host_count=values["host_count"],
             unsupported=values["unsupported"],
             hardware=HardwareSpec.from_dict(values["hardware"]),
         )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import random
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,9 @@ import pytest
 from precision_time.storage.schema import Measurement
 
 Measure = Callable[..., list[Measurement]]
+
+# Tests open many local clusters side by side, in this process and in others; those of the locks set a folder.
+os.environ["PRECISION_TIME_LOCKS"] = "off"
 
 
 def _measure(

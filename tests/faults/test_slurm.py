@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from precision_time.flows.cluster import open_cluster
+from precision_time.flows.cluster_settings import SlurmOptions
 from precision_time.storage.timings import TimingsDataset
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -62,7 +64,7 @@ gpus: [1, 2]
 batch_sizes: [4]
 device: cpu
 cluster: slurm
-slurm: {{partition: tests, memory: 500MB, walltime: "00:10:00", interface: lo}}
+slurm: {{partition: tests, workers_per_job: 2, memory: 500MB, walltime: "00:10:00", interface: lo}}
 data: {data}
 warmup_steps: 2
 measured_steps: 3
@@ -149,10 +151,53 @@ def test_a_campaign_measures_on_jobs_of_slurm_and_leaves_none(slurm: dict[str, s
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def submit(slurm: dict[str, str], folder: Path, **settings: str) -> str:
-    """Submit the batch script for the campaign; returns the number of the job."""
-    lines = CAMPAIGN.format(data="data").splitlines(keepends=True)
-    text = "".join(line for line in lines if not line.startswith(("cluster:", "slurm:")))
+def test_a_cell_that_is_wider_than_a_job_is_refused_and_no_job_is_submitted(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    text = CAMPAIGN.format(data=json.dumps(str(tmp_path / "data"))).replace("workers_per_job: 2, ", "")
+    (tmp_path / "campaign.yaml").write_text(text, encoding="utf-8")
+    before = submitted(slurm)
+    done = subprocess.run(
+        [sys.executable, "-m", "precision_time", "campaign", "campaign.yaml", "--json"],
+        cwd=tmp_path, env=slurm | {"PREFECT_HOME": str(tmp_path / "prefect")}, capture_output=True, text=True,
+        timeout=WAIT_S,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    error = json.loads(done.stderr.splitlines()[-1])
+    assert (error["code"], error["got"]) == ("E-INPUT", "gpus: 2; slurm.workers_per_job: 1")
+    assert submitted(slurm) == before
+
+
+def test_the_workers_of_a_job_share_its_host_and_its_cores(
+    slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    options = SlurmOptions(partition="tests", workers_per_job=2, memory="300MB", walltime="00:05:00", interface="lo")
+    before = submitted(slurm)
+    # Three workers are two jobs, so there are four.
+    with open_cluster("cpu", 3, cluster="slurm", slurm=options, wait_s=WAIT_S) as client:
+        client.wait_for_workers(4, timeout=WAIT_S)
+        jobs = sorted(client.run(os.getenv, "SLURM_JOB_ID").values())
+        assert len(jobs) == 4
+        assert jobs[0] == jobs[1] != jobs[2] == jobs[3]
+        assert {worker["nthreads"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()} == {1}
+        said = answer("scontrol", "--oneliner", "show", "job", jobs[0], environment=slurm).decode()
+        assert "NumTasks=1 CPUs/Task=2 " in said
+        assert "MinMemoryNode=573M" in said  # 600 MB
+        assert submitted(slurm) - before == 2
+
+
+def submitted(slurm: dict[str, str]) -> int:
+    """How many jobs there have been."""
+    said = answer("scontrol", "--oneliner", "show", "job", environment=slurm).decode()
+    return max((int(line.split("JobId=")[1].split()[0]) for line in said.splitlines() if "JobId=" in line), default=0)
+
+
+def submit(slurm: dict[str, str], folder: Path, *, changes: dict[str, str] | None = None, **settings: str) -> str:
+    """Submit the batch script for the campaign with ``changes`` of its lines; returns the number of the job."""
+    values = dict(line.split(": ", 1) for line in CAMPAIGN.format(data="data").splitlines()) | (changes or {})
+    text = "".join(f"{key}: {value}\n" for key, value in values.items() if key not in ("cluster", "slurm"))
     (folder / "campaign.yaml").write_text(text, encoding="utf-8")
     chosen = slurm | {
         "VENV": sys.prefix, "WORKERS": "2", "INTERFACE": "lo", "PREFECT_HOME": str(folder / "prefect"), **settings,
@@ -188,6 +233,7 @@ def test_the_batch_script_measures_in_one_allocation_and_leaves_nothing_running(
     assert "tls://127.0.0.1" in said
     assert "tcp://" not in said
     assert "Traceback" not in said
+    assert "workers came within" not in said  # all of them were there before the campaign
     assert len(TimingsDataset(str(tmp_path / "data")).recorded_cells()) == 2
     assert not list(tmp_path.glob("scheduler-*.json"))
     # nothing of the job is left: Slurm sets the variable for every process of it
@@ -201,14 +247,19 @@ def test_the_batch_script_measures_in_one_allocation_and_leaves_nothing_running(
 def test_the_signal_before_the_time_is_up_ends_the_batch_script_after_the_cell_under_way(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    job = submit(slurm, tmp_path)
+    # Cells that measure until their time is up.
+    job = submit(slurm, tmp_path, changes={"seconds_per_cell": "15s", "measured_steps": "10000", "batch_sizes": "[64]"})
     log = tmp_path / f"precision-time-{job}.log"
     deadline = time.monotonic() + WAIT_S
-    while not list(tmp_path.glob("data/timings/v1/*/*/cell-*.parquet")):
+    while not (under_way := list(tmp_path.glob("scratch/*/*/rank-0.log"))):
         assert time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
         time.sleep(0.1)
     answer("scancel", "--batch", "--signal", "INT", job, environment=slurm)
+    time.sleep(5)
+    # The rank goes on for as long as its cell takes.
+    assert len(list(tmp_path.glob("scratch/*/*/rank-0.log"))) == len(under_way) == 1
+    assert TimingsDataset(str(tmp_path / "data")).recorded_cells() == set()
     code = job_end(slurm, job, log)
     recorded = len(TimingsDataset(str(tmp_path / "data")).recorded_cells())
-    # where the signal came after the last cell had begun, all are recorded
-    assert (code, recorded) in {("130", 1), ("130", 2), ("0", 2)}, log.read_text(errors="replace")[-3000:]
+    assert (code, recorded) == ("130", 1), log.read_text(errors="replace")[-3000:]
+    assert "interrupted" in log.read_text(errors="replace")

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dask
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Scheduler, SpecCluster, Worker
 
 from precision_time.flows import cluster as cluster_module
 from precision_time.flows.cluster import check_scratch, open_cluster, probe_worker
@@ -19,9 +20,11 @@ from precision_time.flows.cluster_settings import is_address, is_local
 from precision_time.flows.scratch import OWNER, PREFIX, find_scratch, open_scratch
 from precision_time.storage.errors import InputError, NoWorkersError, StorageError
 from precision_time.tasks.leases import gang_state, lease_workers
+from precision_time.tasks.probe import ProbeReport
 
 
 def test_each_rank_gets_a_process_that_ctrl_c_does_not_reach() -> None:
+    environment = dict(os.environ)
     own_status = Path("/proc/self/status")  # read on the worker, it is the worker's
     with open_cluster("cpu", 2) as client:
         addresses = list(client.scheduler_info(n_workers=-1)["workers"])
@@ -35,6 +38,8 @@ def test_each_rank_gets_a_process_that_ctrl_c_does_not_reach() -> None:
     assert len({status["Pid"] for status in statuses} - {str(os.getpid())}) == 2
     assert all(int(status["SigBlk"], 16) >> (signal.SIGINT - 1) & 1 for status in statuses)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    # what Dask wants of its workers, one thread for instance, is not forced on a retraining that follows
+    assert dict(os.environ) == environment
 
 
 def test_gpu_workers_without_dask_cuda_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +103,27 @@ def test_a_scheduler_that_runs_already_is_used_and_left_running(outside: str, tm
                 check_scratch(client, folder)
                 assert folder.parent == tmp_path / "scratch"
             assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("device_type", "gpus", "counted"), [("cpu", 16, (3, 4, 2)), ("cuda", 2, (2, 3, 2)), ("cuda", 8, (3, 4, 2))]
+)
+def test_the_probe_of_a_cluster_counts_what_all_of_its_hosts_take(
+    device: ProbeReport, monkeypatch: pytest.MonkeyPatch, device_type: str, gpus: int, counted: tuple[int, int, int]
+) -> None:
+    probed = replace(device, environment=replace(device.environment, device_type=device_type), device_count=gpus)
+    monkeypatch.setattr(cluster_module, "probe_device", lambda wanted: probed)
+    hosts = ("127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.2")
+    workers = {
+        index: {"cls": Worker, "options": {"nthreads": 1, "host": host, "dashboard": False}}
+        for index, host in enumerate(hosts)
+    }
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False, "port": 0}}
+    with SpecCluster(scheduler=scheduler, workers=workers) as cluster, Client(cluster) as client:
+        client.wait_for_workers(4, timeout=30)
+        report = probe_worker(client, device_type, wait_s=30)
+    assert (report.device_count, report.worker_count, report.host_count) == counted
+    assert report.most_ranks == report.worker_count
 
 
 def test_workers_that_do_not_come_end_the_wait(outside: str) -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from precision_time.storage.errors import InputError
@@ -27,7 +29,7 @@ def test_a_cpu_is_measured_and_says_what_it_cannot_do(monkeypatch):
     assert report.environment.gpu == report.hardware.name
     assert report.hardware.name.startswith("cpu-")
     assert report.hardware.name.endswith(f"-{report.environment.cpu_cores}c")
-    assert report.device_count == report.environment.cpu_cores
+    assert report.device_count == report.environment.cpu_cores == report.most_ranks
     assert {"tf32", "fp8", "nvfp4"} <= set(report.unsupported)
     assert not {"fp32", "amp_bf16"} & set(report.unsupported)
     # No more than a loose frame: a CPU that multiplies at under 0.1 GFLOP/s or over 1 PFLOP/s was not measured.
@@ -35,6 +37,8 @@ def test_a_cpu_is_measured_and_says_what_it_cannot_do(monkeypatch):
     assert 1e8 < report.hardware.memory_bytes_per_s < 1e13
     assert report.hardware.launch_overhead_s < 1e-3
     assert ProbeReport.from_dict(report.to_dict()) == report
+    on_cluster = replace(report, worker_count=64, host_count=8)
+    assert ProbeReport.from_dict(on_cluster.to_dict()) == on_cluster
 
 
 def test_a_cpu_never_stands_in_for_a_gpu_that_was_asked_for(monkeypatch):
