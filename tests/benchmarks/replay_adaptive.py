@@ -1,28 +1,34 @@
 """Whether adaptive campaigns learn faster; run: python tests/benchmarks/replay_adaptive.py [DATA_FOLDER]
 
 A finished grid is measured again from its records: cell by cell in random orders (mean of 5), in the grid's own order,
-in the order of a campaign, and adaptively. After each number of cells a predictor is fitted on them, and its MAPE is
-printed in %, on the cells of the pool not yet measured and on a fifth of the grid that is never measured. The first
-figure favours an order that takes the hard cells first; the second does not. Without a folder the grids are those of
-three sources of the shipped public table, each on one GPU. Its rows of several ranks tell no parts, so their compute
-is taken at the share that the closed forms give it; three divisions into pool and held-out fifth are averaged.
+in the order of a campaign, and adaptively, by each of ``RULES``. After each number of cells a predictor is fitted on
+them, and its MAPE is printed in %, on the cells of the pool not yet measured and on a fifth of the grid that is never
+measured. The first figure favours an order that takes the hard cells first; the second does not. Without a folder the
+grids are those of three sources of the shipped public table, each on one GPU. Its rows of several ranks tell no parts,
+so their compute is taken at the share that the closed forms give it; three divisions into pool and held-out fifth are
+averaged. Last stand, over all grids, the mean log ratios of each rule's errors to those of the spread.
 """
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and xgboost look at it
 
+import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from precision_time.flows.adaptive import BATCH_SHARE, FEWEST_TO_FIT, SMALLEST_BATCH, next_batch
+from precision_time.flows.adaptive import BATCH_SHARE, FEWEST_TO_FIT, SMALLEST_BATCH, choose_widest, spread_of
 from precision_time.flows.order import cover_cells, order_cells
+from precision_time.predictor.accuracy import cross_validate
+from precision_time.predictor.answers import CLOSED_FORM_RADIUS
+from precision_time.predictor.domain import TrainingDomain
 from precision_time.predictor.hardware import HardwareSpec
 from precision_time.predictor.hierarchy import HierarchicalPredictor
+from precision_time.predictor.intervals import conformal_radius
 from precision_time.predictor.observations import Observation, observe, observe_table
 from precision_time.predictor.public_table import load_public_table
 from precision_time.predictor.workload import WorkloadFeatures
@@ -37,8 +43,36 @@ GRIDS = (
 COUNTS = (12, 24, 36, 48, 64, 80, 96, 128, 160)
 RANDOM_ORDERS = 5
 DIVISIONS = 3
+LEVEL = 0.9
 
 Curve = list[tuple[float, float]]
+Rule = Callable[[Sequence[Observation], Sequence[Observation]], np.ndarray]
+
+
+def weigh_by_spread(cells: Sequence[Observation], measured: Sequence[Observation]) -> np.ndarray:
+    """What a campaign chooses by: how far fits disagree that each lack a fifth of ``measured``."""
+    return spread_of([cell.query for cell in cells], measured=measured)
+
+
+def weigh_by_interval(cells: Sequence[Observation], measured: Sequence[Observation]) -> np.ndarray:
+    """Half the width, in log seconds, of the interval that a predictor published on ``measured`` would state.
+
+    Inside of what was measured it is the radius of 5-fold errors, outside the wide one that answers get there.
+    """
+    result = cross_validate(measured, split="configuration", level=LEVEL, methods=["predictor"])
+    radius = conformal_radius(result.log_errors(), level=LEVEL)
+    domain = TrainingDomain.of(measured)
+    setups = [cell.setup for cell in cells]
+    inside = [domain.regime_of(setup) == "known" and not domain.list_gaps(setup) for setup in setups]
+    return np.where(inside, radius, max(radius, CLOSED_FORM_RADIUS))
+
+
+RULES: dict[str, Rule] = {
+    "spread": weigh_by_spread,
+    "interval": weigh_by_interval,
+    "spread x interval": lambda cells, seen: weigh_by_spread(cells, seen) * weigh_by_interval(cells, seen),
+    "spread + interval": lambda cells, seen: weigh_by_spread(cells, seen) + weigh_by_interval(cells, seen),
+}
 
 
 class Grid:
@@ -63,42 +97,39 @@ class Grid:
         self.held_out, self.pool = sorted(shuffled[:held]), sorted(shuffled[held:])
         self.counts = [count for count in COUNTS if count < len(self.pool)]
 
-    def error(self, train: Sequence[int], test: Sequence[int]) -> float:
-        """MAPE on ``test``, as a fraction, of a predictor fitted on ``train``."""
-        predictor = HierarchicalPredictor.fit([self.seen[i] for i in train])
-        predicted = predictor.predict([self.seen[i].query for i in test]).iteration_time_s
-        measured = np.array([self.seen[i].measurement.iteration_time_s for i in test])
-        return float(np.abs(predicted / measured - 1).mean())
-
     def curve(self, order: Sequence[int]) -> Curve:
-        """Errors on what is not yet measured and on what never is, after each number of cells."""
+        """MAPE, as a fraction, on what is not yet measured and on what never is, after each number of cells."""
         found = []
         for count in self.counts:
             measured = set(order[:count])
+            predictor = HierarchicalPredictor.fit([self.seen[i] for i in order[:count]])
             left = [i for i in self.pool if i not in measured]
-            found.append((self.error(order[:count], left), self.error(order[:count], self.held_out)))
+            found.append((self.error(predictor, left), self.error(predictor, self.held_out)))
         return found
+
+    def error(self, predictor: HierarchicalPredictor, test: Sequence[int]) -> float:
+        """MAPE on ``test``."""
+        predicted = predictor.predict([self.seen[i].query for i in test]).iteration_time_s
+        measured = np.array([self.seen[i].measurement.iteration_time_s for i in test])
+        return float(np.abs(predicted / measured - 1).mean())
 
     def campaign_order(self) -> list[int]:
         """The pool as a campaign without a budget measures it."""
         places = {self.cells[i]: i for i in self.pool}
         return [places[cell] for cell in order_cells([self.cells[i] for i in self.pool])]
 
-    def adaptive_order(self) -> list[int]:
-        """The pool as an adaptive campaign measures it, up to the largest number of cells."""
+    def adaptive_order(self, rule: Rule) -> list[int]:
+        """The pool as an adaptive campaign measures it by ``rule``, up to the largest number of cells."""
         most = self.counts[-1]
+        order = self.campaign_order()
         cover = len(cover_cells([self.cells[i] for i in self.pool]))
-        chosen = self.campaign_order()[: max(FEWEST_TO_FIT, min(cover, most // 2))]
+        chosen = order[: max(FEWEST_TO_FIT, min(cover, most // 2))]
         while len(chosen) < most:
-            left = [i for i in self.pool if i not in set(chosen)]
+            taken = set(chosen)
+            left = [i for i in order if i not in taken]
             size = min(most - len(chosen), max(SMALLEST_BATCH, int(BATCH_SHARE * len(chosen))))
-            batch = next_batch(
-                [self.cells[i] for i in left],
-                [self.seen[i].query for i in left],
-                measured=[self.seen[i] for i in chosen],
-                count=size,
-            )
-            chosen += [left[i] for i in batch]
+            worth = rule([self.seen[i] for i in left], [self.seen[i] for i in chosen])
+            chosen += [left[place] for place in choose_widest([self.cells[i] for i in left], worth, count=size)]
         return chosen
 
 
@@ -124,33 +155,56 @@ def read_folder(url: str) -> list[Observation]:
     )
 
 
-def replay(name: str, observations: Sequence[Observation]) -> None:
-    """Print the curves of one grid."""
-    curves: dict[str, list[Curve]] = {}
-    for seed in range(DIVISIONS):
-        grid = Grid(observations, seed=seed)
-        for number in range(RANDOM_ORDERS):
-            order = random.Random(number).sample(grid.pool, len(grid.pool))
-            curves.setdefault("random", []).append(grid.curve(order))
-        for label, order in (
-            ("grid", grid.pool),
-            ("campaign", grid.campaign_order()),
-            ("adaptive", grid.adaptive_order()),
-        ):
-            curves.setdefault(label, []).append(grid.curve(order))
+def trace_orders(observations: Sequence[Observation], *, seed: int) -> dict[str, Curve]:
+    """The curve of every order on one division of a grid; that of random orders is their mean."""
+    grid = Grid(observations, seed=seed)
+    orders = [random.Random(number).sample(grid.pool, len(grid.pool)) for number in range(RANDOM_ORDERS)]
+    curves = {"random": np.mean([grid.curve(order) for order in orders], axis=0).tolist()}
+    curves |= {"grid": grid.curve(grid.pool), "campaign": grid.curve(grid.campaign_order())}
+    return curves | {label: grid.curve(grid.adaptive_order(rule)) for label, rule in RULES.items()}
+
+
+def replay(name: str, observations: Sequence[Observation]) -> dict[str, np.ndarray]:
+    """Print the curves of one grid; returns the log ratios of each order's errors to those of the spread.
+
+    Each is of shape (divisions, 2): a mean over the numbers of cells past the cover, on what is left and held out.
+    """
+    return print_curves(name, observations, [trace_orders(observations, seed=seed) for seed in range(DIVISIONS)])
+
+
+def print_curves(
+    name: str, observations: Sequence[Observation], divisions: Sequence[dict[str, Curve]]
+) -> dict[str, np.ndarray]:
+    """The part of ``replay`` that follows the work."""
+    grid = Grid(observations, seed=0)
     cover = len(cover_cells([grid.cells[i] for i in grid.pool]))
     print(f"\n{name}: {len(grid.pool)} cells in the pool, {len(grid.held_out)} held out, a cover takes {cover}")
     print("| order | " + " | ".join(f"{count} cells" for count in grid.counts) + " |")
     print("|---|" + "---|" * len(grid.counts))
+    curves = {label: np.array([one[label] for one in divisions]) for label in divisions[0]}
     for label, found in curves.items():
-        means = np.mean(found, axis=0) * 100
+        means = found.mean(axis=0) * 100
         print(f"| {label} | " + " | ".join(f"{left:.1f} / {held:.1f}" for left, held in means) + " |", flush=True)
+    differ = [place for place, count in enumerate(grid.counts) if count > max(cover, FEWEST_TO_FIT)]
+    logs = {label: np.log(found)[:, differ].mean(axis=1) for label, found in curves.items()}
+    return {label: found - logs["spread"] for label, found in logs.items()}
+
+
+def print_ratios(ratios: Sequence[dict[str, np.ndarray]]) -> None:
+    """Errors as multiples of the spread's, by grid and over all, with the standard error over divisions."""
+    print("\nErrors as multiples of those of the spread, geometric mean over numbers of cells past the cover")
+    print("| order | cells not yet measured | held-out fifth |")
+    print("|---|---|---|")
+    for label in ratios[0]:
+        joined = np.concatenate([one[label] for one in ratios])
+        means, errors = joined.mean(axis=0), joined.std(axis=0, ddof=1) / math.sqrt(len(joined))
+        told = [f"{np.exp(mean):.3f} ± {np.exp(mean) * error:.3f}" for mean, error in zip(means, errors, strict=True)]
+        print(f"| {label} | {told[0]} | {told[1]} |")
 
 
 if __name__ == "__main__":
     print("MAPE, %: cells not yet measured / held-out fifth")
     if len(sys.argv) > 1:
-        replay(sys.argv[1], read_folder(sys.argv[1]))
+        print_ratios([replay(sys.argv[1], read_folder(sys.argv[1]))])
     else:
-        for source, gpu in GRIDS:
-            replay(f"{source} on {gpu}", read_public(source, gpu))
+        print_ratios([replay(f"{source} on {gpu}", read_public(source, gpu)) for source, gpu in GRIDS])

@@ -1,6 +1,6 @@
-"""Time real cells of four models on one GPU, write their rows to one Parquet file and a page of results beside it.
+"""Time real cells of four models on one GPU; after each, write all rows to one Parquet file and a page beside it.
 
-Run by check.sh: python tests/gpu/measure_cells.py OUT [SECONDS]. Needs torch, pandas and pyarrow, and no Dask.
+Run by check.sh: python tests/gpu/measure_cells.py OUT [SECONDS]. Needs torch and pyarrow, and no Dask.
 """
 
 import argparse
@@ -10,7 +10,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precision_time.storage.schema import CellOutcome, GridCell
@@ -22,7 +24,8 @@ from precision_time.tasks.single_rank import profile_here
 
 MODELS = {"resnet50": (32, 64, 128), "bert_base": (8, 16, 32), "gpt2": (2, 4, 8), "vit_b16": (16, 32, 64)}
 PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")
-LIMITS = MeasurementLimits(warmup_steps=5, measured_steps=15, seconds_per_cell=4.0, timeout_s=90.0)
+#: A cell is some seconds of start and at most 4 of steps: one that takes 40 hangs.
+LIMITS = MeasurementLimits(warmup_steps=5, measured_steps=15, seconds_per_cell=4.0, timeout_s=40.0)
 
 
 def list_cells() -> list[GridCell]:
@@ -42,15 +45,27 @@ def measure_cell(cell: GridCell, *, report: ProbeReport, dataset: TimingsDataset
     return record_cell(dataset, receipt)
 
 
-def write_page(outcomes: list[CellOutcome], *, report: ProbeReport, dataset: TimingsDataset, took_s: float) -> str:
-    """The results as Markdown: a line a cell, medians of the measured iterations."""
-    rows = [row for row in dataset.read().to_pylist() if not row["is_warmup"]]
+def write_results(out: Path, rows: pa.Table, *, page: str) -> None:
+    """``timings.parquet`` and ``results.md`` in ``out``, each whole or as it was: the script may be killed here too."""
+    written = out / ".timings.parquet"
+    pq.write_table(rows, written, compression="zstd")
+    written.replace(out / "timings.parquet")
+    written = out / ".results.md"
+    written.write_text(page, encoding="utf-8")
+    written.replace(out / "results.md")
+
+
+def make_page(
+    outcomes: list[CellOutcome], rows: list[dict[str, Any]], *, report: ProbeReport, planned: int, took_s: float
+) -> str:
+    """The results as Markdown: a line a cell, medians of the measured iterations among ``rows``."""
+    rows = [row for row in rows if not row["is_warmup"]]
     environment = report.environment
     lines = [
         f"# {environment.gpu}",
         "",
         f"torch {environment.framework_version}, CUDA {environment.cuda_version}, driver {environment.driver_version}; "
-        f"{sum(one.status == 'recorded' for one in outcomes)} of {len(outcomes)} cells in {took_s:.0f} s, one GPU, "
+        f"{sum(one.status == 'recorded' for one in outcomes)} of {planned} cells in {took_s:.0f} s, one device, "
         f"{LIMITS.measured_steps} measured iterations at most. Medians in milliseconds.",
         "",
         "| model | precision | batch | iteration | forward | backward | optimizer | samples/s | steady |",
@@ -70,25 +85,35 @@ def write_page(outcomes: list[CellOutcome], *, report: ProbeReport, dataset: Tim
     return "\n".join([*lines, ""])
 
 
-def main(out: Path, *, seconds: float) -> int:
-    """Measure what fits into ``seconds``; 0 only when every cell was measured."""
+def main(out: Path, *, seconds: float, device: str = "cuda", cells: list[GridCell] | None = None) -> int:
+    """Measure what fits into ``seconds``; 0 only when every cell was measured.
+
+    None begins that could end past ``seconds``. Results are in ``out`` after each, so an end from outside costs the
+    cell under way.
+    """
     began = time.monotonic()
-    report = probe_device("cuda")
+    report = probe_device(device)
     print(f"{report.environment.gpu}, torch {report.environment.framework_version}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    cells, outcomes = list_cells(), []
+    cells = list_cells() if cells is None else cells
+    outcomes: list[CellOutcome] = []
+    tables: list[pa.Table] = []
+    page = ""
     with tempfile.TemporaryDirectory() as scratch:
         dataset = TimingsDataset(str(Path(scratch) / "data"))
         for cell in cells:
-            if time.monotonic() - began > seconds:
+            if time.monotonic() - began > seconds - LIMITS.timeout_s:
                 print(f"{len(cells) - len(outcomes)} cells do not fit into {seconds:g} s")
                 break
             outcome = measure_cell(cell, report=report, dataset=dataset, scratch=Path(scratch))
             outcomes.append(outcome)
             print(f"{cell.label}: {outcome.status} {outcome.cause} in {outcome.duration_s:.1f} s", flush=True)
-        pq.write_table(dataset.read(), out / "timings.parquet", compression="zstd")
-        page = write_page(outcomes, report=report, dataset=dataset, took_s=time.monotonic() - began)
-    (out / "results.md").write_text(page, encoding="utf-8")
+            tables.append(dataset.read(cells={outcome.cell_id}))
+            rows = pa.concat_tables(tables).unify_dictionaries()
+            page = make_page(
+                outcomes, rows.to_pylist(), report=report, planned=len(cells), took_s=time.monotonic() - began
+            )
+            write_results(out, rows, page=page)
     print(page)
     return 0 if len(outcomes) == len(cells) and all(one.status == "recorded" for one in outcomes) else 1
 
@@ -96,6 +121,6 @@ def main(out: Path, *, seconds: float) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder for timings.parquet and results.md")
-    parser.add_argument("seconds", type=float, nargs="?", default=330.0)
+    parser.add_argument("seconds", type=float, nargs="?", default=380.0)
     chosen = parser.parse_args()
     sys.exit(main(chosen.out, seconds=chosen.seconds))

@@ -6,7 +6,7 @@ from torch import nn
 
 from precision_time.predictor.precision import PRECISIONS
 from precision_time.tasks import clocks, device_state, loop
-from precision_time.tasks.clocks import DeviceClock
+from precision_time.tasks.clocks import DeviceClock, HostClock
 from precision_time.tasks.device_state import EnergyMeter, GpuState
 from precision_time.tasks.job import MeasurementLimits
 from precision_time.tasks.loop import StepTimes, TimedLoop
@@ -154,6 +154,104 @@ def test_cuda_events_are_made_once_and_read_as_seconds(monkeypatch):
         assert clock.seconds(marks[0], marks[1]) == 1.5
         clock.reuse()
     assert FakeEvent.made == 4
+
+
+#: Work by phase, in milliseconds: what the host takes to queue it, and the device to do it.
+QUEUED = {"forward": (0.02, 2.0), "backward": (0.02, 4.0), "optimizer": (0.02, 1.0)}
+
+
+class QueuedDevice:
+    """A device that works off its queue while the host runs ahead, both on a clock of their own; in milliseconds."""
+
+    def __init__(self):
+        self.host_ms = self.free_ms = 0.0
+
+    def launch(self, phase):
+        queueing, length = QUEUED[phase]
+        self.host_ms += queueing
+        self.free_ms = max(self.free_ms, self.host_ms) + length
+
+    def synchronize(self):
+        self.host_ms = max(self.host_ms, self.free_ms)
+
+    def new_event(self):
+        return QueuedEvent(self)
+
+
+class QueuedEvent:
+    """Happens when the device comes to it; as CUDA's it cannot be read before."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.at_ms = max(self.device.free_ms, self.device.host_ms)
+
+    def elapsed_time(self, end):
+        assert max(self.at_ms, end.at_ms) <= self.device.host_ms, "the device is not ready"
+        return end.at_ms - self.at_ms
+
+
+class QueuedHostClock(HostClock):
+    """Readings of the host's clock, which is what a timer without events or synchronisation has."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def mark(self):
+        return self.device.host_ms / 1e3
+
+
+def time_queued(device, clock, *, waits, accumulation_steps=1):
+    """Steps of a loop whose passes and optimizer queue work on ``device``; ``waits``: the optimizer needs a value."""
+
+    class Passes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            device.launch("forward")
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            device.launch("backward")
+            return gradient
+
+    def queue_update(*_):
+        if waits:
+            device.synchronize()
+        device.launch("optimizer")
+
+    timed = make_loop(accumulation_steps=accumulation_steps)
+    compute_loss = timed.workload.compute_loss
+    timed.workload = replace(
+        timed.workload, compute_loss=lambda module, batch: Passes.apply(compute_loss(module, batch))
+    )
+    timed.optimizer.register_step_pre_hook(queue_update)
+    timed.clock = clock
+    return timed._block(5, synchronise=True, lead_in=True)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["free", "waiting for the loss scaler"])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_a_device_that_runs_behind_the_host_is_told_by_phase(monkeypatch, waits, accumulation_steps):
+    device = QueuedDevice()
+    monkeypatch.setattr(clocks, "_new_event", device.new_event)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    steps = time_queued(device, DeviceClock(count=4), waits=waits, accumulation_steps=accumulation_steps)
+    assert len(steps) == 5
+    for step in steps:
+        assert step.forward_s == pytest.approx(2e-3 * accumulation_steps, rel=0.05)
+        assert step.backward_s == pytest.approx(4e-3 * accumulation_steps, rel=0.05)
+        assert step.optimizer_s == pytest.approx(1e-3, rel=0.05)
+        assert step.iteration_s == pytest.approx(6e-3 * accumulation_steps + 1e-3, rel=0.05)
+
+
+def test_the_hosts_clock_would_blame_whoever_waits_first():
+    """That the device above does run behind: without events the optimizer gets the time of all."""
+    device = QueuedDevice()
+    steps = time_queued(device, QueuedHostClock(device), waits=True)
+    assert all(step.optimizer_s > 0.9 * step.iteration_s for step in steps)
+    assert all(step.backward_s < 0.05 * 4e-3 for step in steps)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw"])
