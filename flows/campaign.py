@@ -1,11 +1,13 @@
 """profiling_campaign: the missing cells of a grid, each a task of Prefect, profiled and recorded whole."""
 
 import contextvars
+import functools
 import platform
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,7 +43,7 @@ from precision_time.tasks.glm_profile import profile_glm_cell
 from precision_time.tasks.job import CellReceipt
 from precision_time.tasks.leases import LeaseWait
 from precision_time.tasks.profile import profile_cell
-from precision_time.tasks.record import record_cell
+from precision_time.tasks.record import outcome_of, record_cell
 from precision_time.tasks.refusals import refuse_unstarted
 
 __all__ = ["measure_cell", "profiling_campaign", "run_campaign"]
@@ -218,7 +220,9 @@ def profile_cell_task(label: str, measure: Callable[[], CellOutcome]) -> CellOut
         return Cancelled(message=str(error))
     log, taken = log_of_run(), format_duration(outcome.duration_s)
     if outcome.status == "recorded":
-        log.info("%s: recorded, %d rows in %s", label, outcome.rows, taken)
+        # Without rows others recorded it, which has been said.
+        if outcome.rows:
+            log.info("%s: recorded, %d rows in %s", label, outcome.rows, taken)
         return outcome
     cause = printable(f"{outcome.cause}: {outcome.message}")
     log.warning("%s: %s after %s, %s", label, outcome.status, taken, cause)
@@ -283,55 +287,79 @@ def measure_cell(
 ) -> CellOutcome:
     """One attempt at one cell, recorded whether it went well or not; none where another campaign has recorded it.
 
-    ``watch`` is told of a wait for workers. Raises only what concerns every cell that follows: ``StorageError`` (a full
-    disk), ``ClusterLostError`` and ``NoWorkersError``, and what ``watch`` raises as ``CellNotStartedError``.
+    Campaigns on one scheduler and the same data measure a cell one after the other, so that the second finds it
+    recorded. An outcome of status ``recorded`` without rows is of a cell that others recorded. ``watch`` is told of a
+    wait for workers. Raises only what concerns every cell that follows: ``StorageError`` (a full disk),
+    ``ClusterLostError`` and ``NoWorkersError``, and what ``watch`` raises as ``CellNotStartedError``.
     """
-    earlier = _recorded_meanwhile(planned, dataset)
-    if earlier is not None:
-        return earlier
-    attempt = dataset.next_attempt(planned.cell_id)
     environment = environment_of(planned.cell, plan.device.environment)
     profile = profile_glm_cell if is_glm(planned.cell.model) else profile_cell
-    started_at, started = time.time(), time.monotonic()
+    started = time.monotonic()
+    make_receipt = functools.partial(
+        CellReceipt,
+        cell=planned.cell,
+        cell_id=planned.cell_id,
+        environment=environment,
+        started_at=time.time(),
+        host=platform.node(),
+    )
+    earlier = make_receipt(attempt=1, status="recorded", duration_s=0.0)
+    if planned.cell_id in dataset.recorded_cells():
+        return _find_earlier(planned, dataset, otherwise=earlier)
+    outcomes: list[CellOutcome] = []
+
+    def begin() -> int:
+        if planned.cell_id in dataset.recorded_cells():
+            raise _RecordedMeanwhileError
+        return dataset.next_attempt(planned.cell_id)
+
     try:
-        receipt = profile(
+        profile(
             planned.cell,
-            attempt=attempt,
+            # Asked with the workers held: others may have recorded it, or failed at it, during the wait for them.
+            attempt=begin,
             environment=environment,
             limits=limits_of(plan.spec),
             client=client,
             scratch=scratch,
             watch=watch,
+            claim=f"{dataset.url} {planned.cell_id}",
+            alone=plan.is_one_per_host,
+            keep=lambda receipt: outcomes.append(record_cell(dataset, receipt)),
         )
-        outcome = record_cell(dataset, receipt)
-        if outcome.status == "recorded":
-            note_measured(plan.spec, planned.cell_id)
-        return outcome
+    except _RecordedMeanwhileError:
+        return _find_earlier(planned, dataset, otherwise=earlier)
     except (StorageError, ClusterLostError, NoWorkersError, CellNotStartedError):
         raise
     except Exception as error:
         # A cluster or a fragment can break in ways nobody listed; the cell pays, not the campaign.
-        receipt = CellReceipt(
-            cell=planned.cell,
-            cell_id=planned.cell_id,
-            attempt=attempt,
-            environment=environment,
-            status="failed",
-            cause="exception",
-            message=f"{type(error).__name__}: {error}",
-            started_at=started_at,
-            duration_s=time.monotonic() - started,
-            host=platform.node(),
-        )
-        return record_cell(dataset, receipt)
+        if not outcomes:
+            receipt = make_receipt(
+                attempt=dataset.next_attempt(planned.cell_id),
+                status="failed",
+                cause="exception",
+                message=f"{type(error).__name__}: {error}",
+                duration_s=time.monotonic() - started,
+            )
+            outcomes.append(record_cell(dataset, receipt))
+    (outcome,) = outcomes
+    if outcome.rows:
+        note_measured(plan.spec, planned.cell_id)
+    elif outcome.status == "recorded":
+        _announce(f"{planned.cell.label}: {outcome.message}")
+    return outcome
 
 
-def _recorded_meanwhile(planned: PlannedCell, dataset: TimingsDataset) -> CellOutcome | None:
-    """What another campaign on the same data came to since the plan was made; it is not measured a second time."""
-    if planned.cell_id not in dataset.recorded_cells():
-        return None
+class _RecordedMeanwhileError(Exception):
+    """Another campaign has recorded the cell that this one was about to measure."""
+
+
+def _find_earlier(planned: PlannedCell, dataset: TimingsDataset, *, otherwise: CellReceipt) -> CellOutcome:
+    """What another campaign on the same data came to; ``otherwise`` where it died before it could write that down.
+
+    Without rows: none of them are of this run.
+    """
+    message = "recorded by another campaign meanwhile"
+    _announce(f"{planned.cell.label}: {message}")
     outcomes = [seen for seen in dataset.outcomes(cells={planned.cell_id}) if seen.status == "recorded"]
-    if not outcomes:
-        return None
-    _announce(f"{planned.cell.label} was recorded by another campaign meanwhile")
-    return outcomes[-1]
+    return replace(outcomes[-1] if outcomes else outcome_of(otherwise), rows=0, message=message)

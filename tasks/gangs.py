@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,8 +24,20 @@ PLUGIN_NAME = "precision-time-gangs"
 
 SWEEP_TIMEOUT_S = 10.0
 SWEEP_EVERY_S = 0.2
-#: Identities of released leases that are remembered, so that a request overtaken by its own release is not granted.
+#: Identities of leases that are remembered, so that a request overtaken by its own release is not granted, and a holder
+#: is told why it lost its workers.
 REMEMBERED = 10_000
+#: Who waits asks about every second. Who has not asked for so long is stopped, asleep or cut off, and holds up those
+#: behind it; it queues anew when it asks again.
+SILENT_REQUEST_S = 30.0
+#: Who holds workers asks ten times a second while ranks run, and not at all while it ends them, fetches their reports
+#: or records their rows: some ten seconds, on a slow object store a minute or two.
+SILENT_LEASE_S = 300.0
+#: How often silence is counted.
+LISTEN_EVERY_S = 5.0
+
+_SILENT = "its lease was ended: nothing was heard of this campaign for {:.0f} s; was it stopped, or its machine asleep?"
+_PARTED = "its lease was ended: this campaign's connection to the scheduler was lost"
 
 
 def choose_workers(free: Iterable[str], count: int, *, hosts: int | None = None) -> list[str] | None:
@@ -36,7 +48,7 @@ def choose_workers(free: Iterable[str], count: int, *, hosts: int | None = None)
     """
     by_host: dict[str, list[str]] = {}
     for address in sorted(free):
-        by_host.setdefault(urlsplit(address).hostname or address, []).append(address)
+        by_host.setdefault(_host_of(address), []).append(address)
     if hosts is None:
         fitting = [addresses for addresses in by_host.values() if len(addresses) >= count]
         if fitting:
@@ -51,6 +63,10 @@ def choose_workers(free: Iterable[str], count: int, *, hosts: int | None = None)
     return [address for addresses in fitting[:hosts] for address in addresses[:share]]
 
 
+def _host_of(address: str) -> str:
+    return urlsplit(address).hostname or address
+
+
 def count_running(dask_worker: Any) -> int:
     """Kill the ranks that run on this worker, and count them and the tasks that still hold it.
 
@@ -59,25 +75,37 @@ def count_running(dask_worker: Any) -> int:
     return end_ranks() + end_glm_ranks() + len(dask_worker.state.executing) + len(dask_worker.state.ready)
 
 
+def _remember(known: dict[str, Any], lease: str, value: Any) -> None:
+    known[lease] = value
+    while len(known) > REMEMBERED:
+        del known[next(iter(known))]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """A gang that a client waits for, and for how long it has been impossible."""
+    """A gang that a client waits for, for how long it has been impossible, and since when nobody asked for it."""
 
     lease: str
     client: str
     count: int
     hosts: int | None
+    claim: str
+    alone: bool
     grace_s: float
+    silent_s: float = 0.0
     impossible_since: float | None = None
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Lease:
-    """A granted gang; ``lost`` are those of its workers that have died since."""
+    """A granted gang; ``lost`` are those of its workers that have died, ``is_told`` says whether its client knows."""
 
     client: str
     workers: tuple[str, ...]
+    claim: str
+    silent_s: float = 0.0
+    is_told: bool = False
     lost: set[str] = field(default_factory=set)
 
 
@@ -85,18 +113,23 @@ class GangPlugin(SchedulerPlugin):
     """Leases of whole workers on the scheduler: all or nothing, first come first served.
 
     A worker is ``draining`` from the moment it appears or its lease ends until it has answered that nothing of an
-    earlier lease runs there; only then it is free. A lease ends when its holder releases it or the holder's connection
-    closes. The death of a worker marks its lease as lost and keeps the others in it until the holder lets go.
+    earlier lease runs there; only then it is free. A lease ends when its holder releases it, the holder's connection
+    closes, or nothing was heard of the holder for minutes: a stopped process keeps its connection. The death of a
+    worker marks its lease as lost and keeps the others in it until the holder lets go. Of the requests with one claim,
+    one holds workers at a time.
     """
 
     name = PLUGIN_NAME
     idempotent = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._listened_at = clock()
         self._queue: deque[_Request] = deque()
         self._leases: dict[str, _Lease] = {}
         self._draining: set[str] = set()
         self._released: dict[str, None] = {}
+        self._ended: dict[str, str] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
 
     # Not a coroutine: between the scheduler's look for a plugin of this name and its entry nothing else may run, or
@@ -109,23 +142,34 @@ class GangPlugin(SchedulerPlugin):
         )
         for worker in scheduler.workers:
             self._drain(worker, sweeps=1)
+        self._listening = asyncio.get_running_loop().create_task(self._listen())
+
+    async def close(self) -> None:
+        """Let the scheduler end."""
+        self._listening.cancel()
 
     async def acquire(
-        self, *, lease: str, holder: str, count: int, hosts: int | None, grace_s: float, wait_s: float
-    ) -> dict[str, Any]:
+        self, *, lease: str, holder: str, count: int, hosts: int | None, grace_s: float, wait_s: float,
+        claim: str = "", alone: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """Queue for a gang, or ask again for one that is queued; answers within ``wait_s`` seconds.
 
-        ``state`` is ``granted`` (with ``workers``), ``queued`` (with the counts ``known``, ``held`` and ``leases``),
-        ``impossible`` (more than the cluster has had for ``grace_s`` seconds; the request is then dropped) or
-        ``refused`` (released before, or the client is gone).
+        ``claim`` names what the gang is for; an empty one nothing. A gang that is to be ``alone`` starts on no host on
+        which another holds workers. ``state`` is ``granted`` (with ``workers``),
+        ``queued`` (with the counts ``known``, ``held``, ``leases`` and ``draining``, and ``claimed`` where a lease with
+        the same claim is what it waits for), ``impossible`` (more than the cluster has had for ``grace_s`` seconds; the
+        request is then dropped) or ``refused`` (released before, or the client is gone).
         """
         if lease in self._released or holder not in self._scheduler.clients:
             return {"state": "refused"}
         if lease not in self._leases:
             request = next((waiting for waiting in self._queue if waiting.lease == lease), None)
             if request is None:
-                request = _Request(lease=lease, client=holder, count=count, hosts=hosts, grace_s=grace_s)
+                request = _Request(
+                    lease=lease, client=holder, count=count, hosts=hosts, claim=claim, alone=alone, grace_s=grace_s
+                )
                 self._queue.append(request)
+            request.silent_s = 0.0
             self._grant()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(request.answered.wait(), wait_s)
@@ -133,12 +177,17 @@ class GangPlugin(SchedulerPlugin):
                 self._forget(lease)
                 return {"state": "impossible", "workers": sorted(self._scheduler.workers)}
         if lease in self._leases:
-            return {"state": "granted", "workers": list(self._leases[lease].workers)}
+            granted = self._leases[lease]
+            granted.is_told, granted.silent_s = True, 0.0
+            return {"state": "granted", "workers": list(granted.workers)}
         if lease in self._released:
             return {"state": "refused"}
         held = sum(worker in self._scheduler.workers for other in self._leases.values() for worker in other.workers)
         known = len(self._scheduler.workers)
-        return {"state": "queued", "known": known, "held": held, "leases": len(self._leases)}
+        return {
+            "state": "queued", "known": known, "held": held, "leases": len(self._leases),
+            "draining": len(self._draining), "claimed": self._is_claimed(claim),
+        }  # fmt: skip
 
     async def release(self, *, lease: str, sweeps: int) -> None:
         """End a lease, or take its request out of the queue."""
@@ -147,9 +196,12 @@ class GangPlugin(SchedulerPlugin):
         self._grant()
 
     async def check(self, *, lease: str) -> dict[str, Any]:
-        """Whether a lease is ``held``, and which of its workers have died."""
+        """Whether a lease is ``held``, which of its workers have died, and ``why`` it was ended where that is known."""
         held = self._leases.get(lease)
-        return {"held": held is not None, "lost": sorted(held.lost) if held else []}
+        if held is None:
+            return {"held": False, "lost": [], "why": self._ended.get(lease, "")}
+        held.silent_s = 0.0
+        return {"held": True, "lost": sorted(held.lost), "why": ""}
 
     async def state(self) -> dict[str, Any]:
         """Leases (workers by lease), lost workers by lease, requests in the queue, and workers being swept."""
@@ -178,27 +230,59 @@ class GangPlugin(SchedulerPlugin):
         for request in [request for request in self._queue if request.client == client]:
             self._forget(request.lease)
         for lease in [lease for lease, held in self._leases.items() if held.client == client]:
-            self._end(lease, sweeps=2)
+            self._end(lease, sweeps=2, why=_PARTED)
         self._grant()
 
-    def _free(self) -> list[str]:
+    async def _listen(self) -> None:
+        while True:
+            await asyncio.sleep(LISTEN_EVERY_S)
+            self.drop_silent()
+
+    def drop_silent(self) -> None:
+        """Drop the requests and leases of which nothing was heard for too long."""
+        now = self._clock()
+        # What passed while the scheduler itself stood still is no silence: nobody could ask.
+        passed_s, self._listened_at = min(now - self._listened_at, 2 * LISTEN_EVERY_S), now
+        for request in tuple(self._queue):
+            request.silent_s += passed_s
+            if request.silent_s > SILENT_REQUEST_S:
+                self._queue.remove(request)
+        for lease, held in tuple(self._leases.items()):
+            held.silent_s += passed_s
+            # Until its client knows of it, it is a request still.
+            if held.silent_s > (SILENT_LEASE_S if held.is_told else SILENT_REQUEST_S):
+                self._end(lease, sweeps=2, why=_SILENT.format(held.silent_s))
+        self._grant()
+
+    def _free(self, *, alone: bool) -> list[str]:
         held = {worker for lease in self._leases.values() for worker in lease.workers}
+        shared = {_host_of(worker) for worker in held} if alone else set()
         return [
             address
             for address, worker in self._scheduler.workers.items()
-            if worker.status == Status.running and address not in held and address not in self._draining
+            if worker.status == Status.running
+            and address not in held
+            and address not in self._draining
+            and _host_of(address) not in shared
         ]
 
     def _grant(self) -> None:
-        # The first in the queue is served first, even if a later one would fit: a wide gang never starves.
-        while self._queue:
-            request = self._queue[0]
-            workers = choose_workers(self._free(), request.count, hosts=request.hosts)
+        # The first in the queue is served first, even if a later one would fit: a wide gang never starves. One whose
+        # claim is held waits for that lease and not for workers, so it holds up nobody.
+        for request in tuple(self._queue):
+            if self._is_claimed(request.claim):
+                continue
+            workers = choose_workers(self._free(alone=request.alone), request.count, hosts=request.hosts)
             if workers is None:
                 break
-            self._queue.popleft()
-            self._leases[request.lease] = _Lease(client=request.client, workers=tuple(workers))
+            self._queue.remove(request)
+            self._leases[request.lease] = _Lease(
+                client=request.client, workers=tuple(workers), claim=request.claim, silent_s=request.silent_s
+            )
             request.answered.set()
+
+    def _is_claimed(self, claim: str) -> bool:
+        return bool(claim) and any(held.claim == claim for held in self._leases.values())
 
     def _is_impossible(self, request: _Request) -> bool:
         now = time.monotonic()
@@ -212,12 +296,12 @@ class GangPlugin(SchedulerPlugin):
         for request in [request for request in self._queue if request.lease == lease]:
             self._queue.remove(request)
             request.answered.set()
-        self._released[lease] = None
-        while len(self._released) > REMEMBERED:
-            del self._released[next(iter(self._released))]
+        _remember(self._released, lease, None)
 
-    def _end(self, lease: str, *, sweeps: int) -> None:
+    def _end(self, lease: str, *, sweeps: int, why: str = "") -> None:
         held = self._leases.pop(lease, None)
+        if why:
+            _remember(self._ended, lease, why)
         for worker in held.workers if held else ():
             self._drain(worker, sweeps=sweeps)
 

@@ -12,7 +12,7 @@ from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.glm import GlmCell
 from precision_time.tasks.glm_launch import LaunchReport, end_glm_ranks, launch_ranks, lose_ranks
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
-from precision_time.tasks.leases import GangLease, LeaseWait, check_connected, lease_workers
+from precision_time.tasks.leases import GangLease, LeaseWait, check_connected, lease_workers, number_attempt
 from precision_time.tasks.ranks import fragment_path
 from precision_time.tasks.record import record_cell
 
@@ -30,25 +30,32 @@ ENDING_S = 10.0
 def profile_glm_cell(
     cell: GridCell,
     *,
-    attempt: int,
+    attempt: int | Callable[[], int],
     environment: Environment,
     limits: MeasurementLimits,
     client: Any,
     scratch: Path,
     watch: Callable[[LeaseWait], None] | None = None,
+    claim: str = "",
+    alone: bool = False,
+    keep: Callable[[CellReceipt], None] = lambda receipt: None,
 ) -> CellReceipt:
     """Measure ``cell`` on ``world_size`` workers of the ``distributed.Client`` ``client``, all on one host.
 
     The workers belong to this cell alone until it ends, so that nothing is timed beside it; mpiexec runs on the first,
-    and the ranks take the cores of all. ``environment`` is that of ``glm_environment``. Raises as ``profile_cell``
-    does; an interrupt kills the ranks and goes on up.
+    and the ranks take the cores of all. ``environment`` is that of ``glm_environment``. ``attempt``, ``watch``,
+    ``claim``, ``alone``, ``keep`` and what is raised are those of ``profile_cell``; an interrupt kills the ranks and
+    goes on up.
     """
     try:
-        with lease_workers(client, cell.world_size, hosts=1, watch=watch) as lease:
-            job = _lay_out(cell, attempt=attempt, environment=environment, limits=limits, scratch=scratch)
+        with lease_workers(client, cell.world_size, hosts=1, claim=claim, alone=alone, watch=watch) as lease:
+            number = number_attempt(attempt, lease=lease)
+            job = _lay_out(cell, attempt=number, environment=environment, limits=limits, scratch=scratch)
             started_at, began = time.time(), time.monotonic()
             report = _launch_on(lease, job, client=client)
-            return _receipt_of(job, report, started_at=started_at, duration_s=time.monotonic() - began)
+            receipt = _receipt_of(job, report, started_at=started_at, duration_s=time.monotonic() - began)
+            keep(receipt)
+            return receipt
     except PrecisionTimeError:
         raise
     except Exception:
@@ -59,6 +66,9 @@ def profile_glm_cell(
 
 def _launch_on(lease: GangLease, job: RankJob, *, client: Any) -> LaunchReport:
     worker = lease.workers[0]
+    if worker in lease.lost_workers():
+        # This process may have stood still since: nothing of it may start beside the gang of another.
+        return lose_ranks(lease.loss)
     future = client.submit(
         launch_ranks, job.to_json(), workers=[worker], allow_other_workers=False, pure=False, retries=0,
         key=f"{job.cell_id}-{job.attempt}-mpi-{lease.identity}",
@@ -68,7 +78,7 @@ def _launch_on(lease: GangLease, job: RankJob, *, client: Any) -> LaunchReport:
         while not future.done():
             # A future pinned to a worker that died stays pending for ever.
             if worker in lease.lost_workers():
-                return lose_ranks(f"worker {worker} is gone")
+                return lose_ranks(lease.loss)
             if time.monotonic() > deadline:
                 return lose_ranks("no word of the ranks after their deadline", cause="timed out")
             time.sleep(POLL_S)
@@ -76,6 +86,9 @@ def _launch_on(lease: GangLease, job: RankJob, *, client: Any) -> LaunchReport:
             reason = future.exception(timeout=REPORT_S) if future.status == "error" else future.status
             return lose_ranks(f"worker {worker}: {type(reason).__name__}: {reason}")
         report: LaunchReport = future.result(timeout=REPORT_S)
+        if report["cause"] and worker in lease.lost_workers():
+            # Ended by the sweep after a lease that this process slept away.
+            return lose_ranks(lease.loss)
         lease.mark_clean()
         return report
     finally:

@@ -14,11 +14,14 @@ from distributed import Client
 from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
 from precision_time.tasks.gangs import PLUGIN_NAME, GangPlugin
 
-__all__ = ["GangLease", "LeaseWait", "check_connected", "gang_state", "install_gangs", "lease_workers"]
+__all__ = [
+    "GangLease", "LeaseWait", "check_connected", "gang_state", "install_gangs", "lease_workers", "number_attempt",
+]  # fmt: skip
 
 #: A nanny brings a killed worker back within seconds, under a new address: until then a gang only seems impossible.
 GRACE_S = 30.0
-#: How long one call of a waiting client stays with the scheduler; it then asks again, so no queue entry outlives it.
+#: How long one call of a waiting client stays with the scheduler; it then asks again. A request that nobody asks for is
+#: dropped there after ``gangs.SILENT_REQUEST_S``.
 CALL_S = 1.0
 #: Beyond that, how long the answer may take before the scheduler counts as gone.
 ANSWER_S = 30.0
@@ -26,18 +29,30 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseWait:
-    """Why a gang of ``wanted`` workers waits: others hold ``held`` of the ``known`` workers by ``leases`` leases."""
+    """Why a gang of ``wanted`` workers waits: others hold ``held`` of the ``known`` workers by ``leases`` leases.
+
+    ``draining`` workers are asked whether anything of an earlier lease still runs there. ``is_claimed`` says that the
+    claim of this gang is held, so that it waits for the end of that lease; ``is_alone`` that it wants its hosts to
+    itself.
+    """
 
     seconds: float
     wanted: int
     known: int
     held: int
     leases: int
+    draining: int = 0
+    is_claimed: bool = False
+    is_alone: bool = False
 
     def __str__(self) -> str:
+        if self.is_claimed:
+            return "waiting for another campaign, which measures this cell"
+        swept = f", {self.draining} more {'is' if self.draining == 1 else 'are'} being swept" if self.draining else ""
+        where = " on hosts of its own" if self.is_alone else ""
         return (
-            f"waiting for {_count(self.wanted, 'free worker')}: {self.held} of {self.known} are held "
-            f"by {_count(self.leases, 'lease')} of others"
+            f"waiting for {_count(self.wanted, 'free worker')}{where}: {self.held} of {self.known} are held "
+            f"by {_count(self.leases, 'lease')} of others{swept}"
         )
 
 
@@ -47,6 +62,8 @@ class GangLease:
     def __init__(self, client: Client, identity: str, workers: Sequence[str]) -> None:
         self.workers = tuple(workers)
         self.identity = identity
+        #: In words, what ``lost_workers`` came upon when it last named some.
+        self.loss = ""
         self._client = client
         self._is_clean = False
 
@@ -56,7 +73,13 @@ class GangLease:
         Raises ``ClusterLostError`` when the scheduler does not answer.
         """
         answer = _ask(self._client, "gang_check", lease=self.identity)
-        return list(answer["lost"]) if answer["held"] else list(self.workers)
+        if not answer["held"]:
+            self.loss = answer["why"] or "the scheduler no longer knows its lease"
+            return list(self.workers)
+        lost = list(answer["lost"])
+        if lost:
+            self.loss = f"worker {', '.join(lost)} is gone"
+        return lost
 
     def is_lost(self) -> bool:
         """Whether a worker of the gang has died."""
@@ -73,13 +96,17 @@ def lease_workers(
     count: int,
     *,
     hosts: int | None = None,
+    claim: str = "",
+    alone: bool = False,
     timeout_s: float | None = None,
     grace_s: float | None = None,
     watch: Callable[[LeaseWait], None] | None = None,
 ) -> Iterator[GangLease]:
     """Wait for ``count`` whole workers of the cluster and hold them during the block; no one else gets them.
 
-    ``hosts`` asks for a gang spread evenly over exactly so many hosts. ``timeout_s`` limits the wait (None: as long as
+    ``hosts`` asks for a gang spread evenly over exactly so many hosts. ``claim`` names what the gang is for: of those
+    with one claim, whoever holds it, one has its workers at a time. ``alone`` waits for hosts on which nobody else
+    holds workers. ``timeout_s`` limits the wait (None: as long as
     others hold the workers), ``grace_s`` how long a gang that the cluster cannot hold may stay so (30 s). ``watch`` is
     called about every second of the wait, in this thread; what it raises ends the wait and goes on up. Raises
     ``InputError`` for a gang that stays impossible, ``NoWorkersError`` when there is no worker at all or the time is
@@ -94,12 +121,27 @@ def lease_workers(
     lease: GangLease | None = None
     grace_s = GRACE_S if grace_s is None else grace_s
     try:
-        lease = _wait_for(client, identity, count=count, hosts=hosts, timeout_s=timeout_s, grace_s=grace_s, watch=watch)
+        lease = _wait_for(
+            client, identity, count=count, hosts=hosts, claim=claim, alone=alone, timeout_s=timeout_s, grace_s=grace_s,
+            watch=watch,
+        )  # fmt: skip
         yield lease
     finally:
         # Whatever happened, also while waiting: nothing of it stays in the queue.
         with contextlib.suppress(ClusterLostError):
             _ask(client, "gang_release", lease=identity, sweeps=1 if lease is not None and lease._is_clean else 2)
+
+
+def number_attempt(attempt: int | Callable[[], int], *, lease: GangLease | None = None) -> int:
+    """The number that ``attempt`` is or gives; what it raises goes on up, and leaves ``lease`` unused."""
+    if isinstance(attempt, int):
+        return attempt
+    try:
+        return attempt()
+    except BaseException:
+        if lease is not None:
+            lease.mark_clean()
+        raise
 
 
 def gang_state(client: Client) -> dict[str, Any]:
@@ -129,6 +171,8 @@ def _wait_for(
     *,
     count: int,
     hosts: int | None,
+    claim: str,
+    alone: bool,
     timeout_s: float | None,
     grace_s: float,
     watch: Callable[[LeaseWait], None] | None,
@@ -137,8 +181,8 @@ def _wait_for(
     while True:
         left_s = CALL_S if timeout_s is None else min(CALL_S, timeout_s - (time.monotonic() - began))
         answer = _ask(
-            client, "gang_acquire", lease=identity, holder=client.id, count=count, hosts=hosts, grace_s=grace_s,
-            wait_s=max(0.0, min(left_s, grace_s / 4)),
+            client, "gang_acquire", lease=identity, holder=client.id, count=count, hosts=hosts, claim=claim,
+            alone=alone, grace_s=grace_s, wait_s=max(0.0, min(left_s, grace_s / 4)),
         )  # fmt: skip
         if answer["state"] == "granted":
             return GangLease(client, identity, answer["workers"])
@@ -148,11 +192,8 @@ def _wait_for(
             raise _lost("the scheduler has lost sight of this client")
         seconds = time.monotonic() - began
         if watch is not None:
-            watch(
-                LeaseWait(
-                    seconds=seconds, wanted=count, known=answer["known"], held=answer["held"], leases=answer["leases"]
-                )
-            )
+            counts = {name: answer[name] for name in ("known", "held", "leases", "draining")}
+            watch(LeaseWait(seconds=seconds, wanted=count, is_claimed=answer["claimed"], is_alone=alone, **counts))
         if timeout_s is not None and seconds >= timeout_s:
             raise NoWorkersError(
                 "the workers did not become free in time",

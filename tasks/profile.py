@@ -6,7 +6,9 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
@@ -14,7 +16,7 @@ from distributed.client import FuturesCancelledError
 from precision_time.storage.errors import ClusterLostError, PrecisionTimeError
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
-from precision_time.tasks.leases import GangLease, LeaseWait, check_connected, lease_workers
+from precision_time.tasks.leases import GangLease, LeaseWait, check_connected, lease_workers, number_attempt
 from precision_time.tasks.rank_process import RankReport, assign_devices, end_ranks, run_rank, visible_devices
 from precision_time.tasks.ranks import card_path
 from precision_time.tasks.refusals import REFUSAL_CAUSES, refuse_unstarted
@@ -35,31 +37,42 @@ ENDING_S = 10.0
 def profile_cell(
     cell: GridCell,
     *,
-    attempt: int,
+    attempt: int | Callable[[], int],
     environment: Environment,
     limits: MeasurementLimits,
     client: Client,
     scratch: Path,
     watch: Callable[[LeaseWait], None] | None = None,
+    claim: str = "",
+    alone: bool = False,
+    keep: Callable[[CellReceipt], None] = lambda receipt: None,
 ) -> CellReceipt:
     """Measure ``cell`` on a gang of ``world_size`` workers of ``client``, one rank on each, and wait for all of them.
 
     The workers stand evenly on ``cell.nodes`` hosts and belong to this cell alone until it ends; waiting for them is
-    no part of ``duration_s``, has no limit, and is told to ``watch`` (see ``lease_workers``). A rank that dies, hangs
-    or runs out of memory ends its peers and costs only this cell: the receipt then carries the cause of the first
-    failure. ``scratch`` must be seen by all workers; the attempt gets a folder of its own in it. What can be refused
-    without a start takes no workers. Raises ``InputError`` when the cluster stays too small, ``NoWorkersError`` when it
-    is empty, ``ClusterLostError`` when its scheduler is gone and ``StorageError`` when the folder cannot be made. An
-    interrupt kills the ranks and goes on up. Threads of one client may measure cells side by side.
+    no part of ``duration_s``, has no limit, and is told to ``watch`` (see ``lease_workers``, also for ``claim`` and
+    ``alone``). An ``attempt`` that is a function is asked once the workers are held and before a rank starts; what it
+    raises gives them back and goes on up. ``keep`` gets the receipt while they are still held, so that whoever waits
+    for the same ``claim`` finds what it wrote. A rank that dies, hangs or runs out of memory ends its peers and costs
+    only this cell: the receipt then carries the cause of the first failure. ``scratch`` must be seen by all workers;
+    the attempt gets a folder of its own in it. What can be refused without a start takes no workers. Raises
+    ``InputError`` when the cluster stays too small, ``NoWorkersError`` when it is empty, ``ClusterLostError`` when its
+    scheduler is gone and ``StorageError`` when the folder cannot be made. An interrupt kills the ranks and goes on up.
+    Threads of one client may measure cells side by side.
     """
-    refused = refuse_unstarted(cell, attempt=attempt, environment=environment)
+    refused = refuse_unstarted(cell, attempt=1, environment=environment)
     if refused is not None:
-        return refused
+        receipt = replace(refused, attempt=number_attempt(attempt))
+        keep(receipt)
+        return receipt
     try:
-        with lease_workers(client, cell.world_size, hosts=cell.nodes, watch=watch) as lease:
-            return _profile_on(
-                lease, cell, attempt=attempt, environment=environment, limits=limits, client=client, scratch=scratch
+        with lease_workers(client, cell.world_size, hosts=cell.nodes, claim=claim, alone=alone, watch=watch) as lease:
+            number = number_attempt(attempt, lease=lease)
+            receipt = _profile_on(
+                lease, cell, attempt=number, environment=environment, limits=limits, client=client, scratch=scratch
             )
+            keep(receipt)
+            return receipt
     except PrecisionTimeError:
         raise
     except Exception:
@@ -98,6 +111,7 @@ def _profile_on(
             limits=limits,
             scratch=str(folder.resolve()),
             devices=devices,
+            hosts=tuple(urlsplit(address).hostname or "" for address in workers),
         )
         job.lay_out()
         failure, reports = _run_gang(job, client=client, lease=lease)
@@ -140,6 +154,9 @@ def _run_gang(job: RankJob, *, client: Client, lease: GangLease) -> tuple[RankRe
     text = job.to_json()
     futures: dict[Future[RankReport], str] = {}
     finished = False
+    if lease.lost_workers():
+        # This process may have stood still since: nothing of it may start beside the gang of another.
+        return _lost(lease.loss), []
     try:
         for rank, address in enumerate(lease.workers):
             future = client.submit(
@@ -187,10 +204,9 @@ def _await_ranks(
             reports.append(_expect_result(_report_of(future, worker=futures[future])))
         failures = sorted((report for report in reports if report["cause"]), key=lambda report: report["ended_at"])
         culprits = [report for report in failures if not report["peer_lost"]]
-        gone = sorted(set(lease.lost_workers())) if pending or failures else []
-        if gone:
+        if (pending or failures) and lease.lost_workers():
             # What the scheduler says of the futures of a dead worker comes in any order; the death came first.
-            return _lost(f"worker {', '.join(gone)} is gone"), reports
+            return _lost(lease.loss), reports
         if culprits:
             return culprits[0], reports
         if failures and patience is None:

@@ -1,6 +1,8 @@
-"""Ranks that sleep instead of training, and a client process that measures cells of them; workers import this file.
+"""Ranks that sleep instead of training, and client processes that measure cells of them; workers import this file.
 
-``python fake_ranks.py ADDRESS FOLDER FIRST LAST`` measures the cells of these numbers in four threads.
+``python fake_ranks.py ADDRESS FOLDER CELLS`` takes so many cells through a campaign's ``measure_cell``, in four
+threads, into the dataset ``FOLDER/data``; ``python fake_ranks.py ADDRESS FOLDER MODEL RANKS`` tries one cell and prints
+what came of it.
 """
 
 import json
@@ -10,11 +12,17 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from precision_time.storage.schema import Environment, GridCell
+from precision_time.storage.schema import Environment, GridCell, IterationTiming
+from precision_time.storage.timings import TimingsDataset, write_fragment
+from precision_time.tasks import gangs
 from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
 from precision_time.tasks.rank_process import RankReport
+from precision_time.tasks.ranks import fragment_path
 
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-4c", cpu_model="test", cpu_cores=4, backend="gloo")
 LIMITS = MeasurementLimits(seconds_per_cell=10.0, timeout_s=60.0)
@@ -25,13 +33,16 @@ _running: set[str] = set()
 
 
 def run_rank(job_json: str, rank: int) -> RankReport:
-    """A rank that meets its peers, sleeps, and logs when it ran on which worker; the model says what goes wrong."""
+    """A rank that meets its peers, sleeps, writes its rows and logs when it ran; the model says what goes wrong."""
+    # From now on the sweeps of this worker look for these ranks, and end them.
+    gangs.end_ranks = end_ranks
     job = RankJob.from_json(job_json)
     scratch = Path(job.scratch)
     _ended.clear()
     _running.add(job_json)
     began = time.monotonic()
     cause = ""
+    fragment = fragment_path(scratch, rank)
     try:
         (scratch / f"rank-{rank}.here").touch()
         while len(list(scratch.glob("*.here"))) < job.cell.world_size and not _ended.wait(0.005):
@@ -40,15 +51,43 @@ def run_rank(job_json: str, rank: int) -> RankReport:
             os.kill(os.getpid(), signal.SIGKILL)
         if _ended.wait(3600 if job.cell.model == "sleeper" else 0.02):
             cause = "signal 9"
+        else:
+            write_fragment(fragment, make_rows(job, rank))
     finally:
         _running.discard(job_json)
         entry = {"cell": job.cell_id, "attempt": job.attempt, "began": began, "ended": time.monotonic()}
         with (scratch.parent / f"worker-{os.getpid()}.log").open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
     return RankReport(
-        rank=rank, returncode=-9 if cause else 0, cause=cause, message=cause, fragment="", peer_lost=bool(cause),
-        ended_at=time.time(), host="",
+        rank=rank, returncode=-9 if cause else 0, cause=cause, message=cause, fragment=str(fragment),
+        peer_lost=bool(cause), ended_at=time.time(), host="",
     )  # fmt: skip
+
+
+def count_rows(cell: GridCell) -> int:
+    """How many rows all ranks of ``cell`` write: cells differ in it, so that no cell passes for another."""
+    return cell.world_size * (4 + cell.per_gpu_batch_size % 5)
+
+
+def make_rows(job: RankJob, rank: int) -> list[IterationTiming]:
+    """One warm-up step and some measured ones of one rank."""
+    cell = job.cell
+    values: dict[str, Any] = asdict(job.environment) | {
+        "cell_id": job.cell_id, "attempt": job.attempt, "model": cell.model, "task_input": "",
+        "requested_precision": cell.precision, "effective_precision": cell.precision, "world_size": cell.world_size,
+        "nodes": cell.nodes, "per_gpu_batch_size": cell.per_gpu_batch_size,
+        "gradient_accumulation_steps": cell.gradient_accumulation_steps, "strategy": cell.strategy, "rank": rank,
+        "is_steady": True, "iteration_time_s": 1.0, "forward_time_s": 0.25, "backward_time_s": 0.5,
+        "optimizer_time_s": 0.25, "bucket_count": 1, "bucket_bytes": 4, "loss_scale": None, "step_skipped": False,
+        "peak_memory_bytes": 1, "model_params": 1, "threads_per_rank": 1, "float32_matmul_precision": "highest",
+        "host": "here", "load_average": 0.0, "recorded_at": 0.0,
+    }  # fmt: skip
+    measured = {"compute_time_s": 0.875, "communication_time_s": 0.125, "exposed_communication_s": 0.125}
+    steps = count_rows(cell) // cell.world_size
+    return [
+        IterationTiming(**values, **(measured if step else dict.fromkeys(measured)), step=step, is_warmup=not step)
+        for step in range(steps)
+    ]
 
 
 def end_ranks() -> int:
@@ -62,11 +101,18 @@ def exit_cleanly() -> None:
     threading.Timer(0.05, os._exit, (0,)).start()
 
 
+def use_fake_ranks() -> None:
+    """Let ``profile_cell`` of this process start these ranks."""
+    from precision_time.tasks import profile
+
+    profile.run_rank, profile.end_ranks = run_rank, end_ranks
+
+
 def measure(client: object, cell: GridCell, *, attempt: int, scratch: Path) -> CellReceipt:
     """One attempt at ``cell`` with these ranks, by the code that measures real ones."""
     from precision_time.tasks import profile
 
-    profile.run_rank, profile.end_ranks = run_rank, end_ranks
+    use_fake_ranks()
     return profile.profile_cell(
         cell, attempt=attempt, environment=ENVIRONMENT, limits=LIMITS, client=client, scratch=scratch
     )
@@ -80,17 +126,29 @@ def make_cell(number: int, *, model: str = "sleep", ranks: int | None = None) ->
     )  # fmt: skip
 
 
-def main(address: str, folder: str, first: int, last: int) -> None:
-    """Measure cells ``first`` to ``last`` until each is done, and write down every lease and every finished cell."""
+def measure_all(address: str, folder: str, cells: int) -> None:
+    """Measure each cell until it is recorded, by this process or another, and log every lease and every attempt."""
     from distributed import Client
 
+    from precision_time.flows.campaign import measure_cell
+    from precision_time.flows.plan import CampaignPlan, PlannedCell
+    from precision_time.flows.spec import CampaignSpec
     from precision_time.tasks import profile
 
-    scratch, real_run_gang = Path(folder), profile._run_gang
+    use_fake_ranks()
+    data = Path(folder) / "data"
+    scratch, real_run_gang = Path(folder) / f"scratch-{os.getpid()}", profile._run_gang
+    spec = CampaignSpec.model_validate({
+        "name": "fake", "models": ["mlp"], "precisions": ["fp32"], "gpus": [1], "batch_sizes": [1], "cells_at_once": 4,
+        "data": str(data), "seconds_per_cell": 10, "timeout_per_cell": 60,
+    })  # fmt: skip
+    # Of a plan, the settings and the environment are what a cell is measured by.
+    device: Any = SimpleNamespace(environment=ENVIRONMENT)
+    plan = CampaignPlan(spec=spec, device=device, cells=())
     lock = threading.Lock()
 
     def note(kind: str, **values: object) -> None:
-        with lock, (scratch / f"{kind}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as log:
+        with lock, (Path(folder) / f"{kind}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(values) + "\n")
 
     def run_gang(job, *, client, lease):
@@ -98,24 +156,38 @@ def main(address: str, folder: str, first: int, last: int) -> None:
         try:
             return real_run_gang(job, client=client, lease=lease)
         finally:
-            note("lease", workers=lease.workers, began=began, ended=time.monotonic())
+            note("lease", cell=job.cell_id, workers=lease.workers, began=began, ended=time.monotonic())
 
     profile._run_gang = run_gang
 
     def finish(number: int) -> None:
-        for attempt in range(1, 40):
-            receipt = measure(client, make_cell(number), attempt=attempt, scratch=scratch)
-            if receipt.status == "recorded":
-                note("done", cell=number, attempt=attempt)
+        cell = make_cell(number)
+        planned = PlannedCell(cell=cell, cell_id=cell.cell_id(ENVIRONMENT), is_recorded=False, estimated_s=1.0)
+        dataset = TimingsDataset(str(data))
+        for _ in range(40):
+            outcome = measure_cell(planned, plan=plan, dataset=dataset, client=client, scratch=scratch)
+            note("outcome", **asdict(outcome))
+            if outcome.status == "recorded":
                 return
-            note("failed", cell=number, attempt=attempt, cause=receipt.cause)
 
     with Client(address) as client, ThreadPoolExecutor(4) as pool:
-        list(pool.map(finish, range(first, last)))
+        list(pool.map(finish, range(cells)))
+
+
+def try_one(address: str, folder: str, model: str, ranks: int) -> None:
+    """One attempt at a cell, and its cause and message on stdout."""
+    from distributed import Client
+
+    with Client(address) as client:
+        receipt = measure(client, make_cell(os.getpid(), model=model, ranks=ranks), attempt=1, scratch=Path(folder))
+    print(json.dumps({"status": receipt.status, "cause": receipt.cause, "message": receipt.message}))
 
 
 if __name__ == "__main__":
     # Under its own name, so that workers can import what is sent to them.
     import fake_ranks
 
-    fake_ranks.main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if len(sys.argv) == 4:
+        fake_ranks.measure_all(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    else:
+        fake_ranks.try_one(*sys.argv[1:4], int(sys.argv[4]))

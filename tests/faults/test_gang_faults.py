@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -25,8 +25,8 @@ from distributed import Client, LocalCluster
 from distributed.core import Status
 
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks import gangs
 from precision_time.tasks.leases import gang_state, lease_workers
-from precision_time.tasks.rank_process import end_ranks
 
 pytestmark = pytest.mark.faults
 
@@ -99,63 +99,156 @@ def worker_pids(client: Client) -> dict[str, int]:
     }
 
 
-def assert_nothing_is_held(client: Client) -> None:
+def assert_nothing_is_held(client: Client, fake_ranks: ModuleType) -> None:
     client.wait_for_workers(4, timeout=60)
     wait_until(lambda: not gang_state(client)["draining"])
     assert not any(gang_state(client).values())
-    assert set(client.run(end_ranks).values()) == {0}
+    assert set(client.run(fake_ranks.end_ranks).values()) == {0}
 
 
-def test_two_clients_finish_300_cells_on_workers_that_keep_dying(four: Client, mark: str, tmp_path: Path) -> None:
-    address = four.scheduler.address
-    command = [sys.executable, str(HERE / "fake_ranks.py"), address, str(tmp_path)]
-    clients = [
-        subprocess.Popen([*command, *bounds], stderr=subprocess.PIPE, text=True)
-        for bounds in (["0", "150"], ["150", "300"])
-    ]
+def assert_no_process_is_left(client: Client, mark: str) -> None:
+    """Nothing that the test started lives but the workers of its cluster, and what keeps the books of their locks."""
+
+    def strangers() -> list[list[str]]:
+        workers = set(client.run(os.getpid).values())
+        found = []
+        for process in marked_processes(mark):
+            with contextlib.suppress(psutil.Error):
+                if process.pid not in workers and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                    found.append(process.cmdline())
+        return found
+
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not strangers(), within_s=30)
+    assert strangers() == []
+
+
+def kill_workers(client: Client, clients: Sequence["subprocess.Popen[str]"], *, kills: int) -> int:
+    """SIGKILL a worker now and then, and see that there are four again, until the clients have ended; the kills."""
     chance, killed = random.Random(5), 0
-    wait_until(lambda: len(read_lines(tmp_path, "done-*.jsonl")) > 2)
     seen_whole = time.monotonic()
-    while any(client.poll() is None for client in clients):
+    while any(process.poll() is None for process in clients):
         # A new worker takes seconds to start, and a gang of four needs all of them.
-        pids = list(worker_pids(four).values())
+        pids = list(worker_pids(client).values())
         if len(pids) >= 4:
             seen_whole = time.monotonic()
-            if killed < 20:
+            if killed < kills:
                 os.kill(chance.choice(pids), signal.SIGKILL)
                 killed += 1
         elif time.monotonic() - seen_whole > 12:
             # A nanny gives up on a worker that dies while it starts; whoever runs a cluster then starts another.
-            four.cluster.scale(len(four.cluster.workers) + 1)
+            client.cluster.scale(len(client.cluster.workers) + 1)
             seen_whole = time.monotonic()
         time.sleep(chance.uniform(0.1, 0.5))
-    for client in clients:
-        _, said = client.communicate(timeout=240)
-        assert client.returncode == 0, said
-    assert killed == 20
+    return killed
 
-    done = read_lines(tmp_path, "done-*.jsonl")
-    assert sorted(entry["cell"] for entry in done) == list(range(300))
+
+def find_overlaps(spans: Iterable[tuple[float, float]]) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    return [(first, second) for first, second in itertools.pairwise(sorted(spans)) if second[0] < first[1]]
+
+
+CELLS, KILLS = 300, 20
+
+
+def test_two_clients_finish_300_cells_on_workers_that_keep_dying(
+    four: Client, mark: str, fake_ranks: ModuleType, tmp_path: Path
+) -> None:
+    # Both take all of them, as campaigns do, and the second to come to a cell finds it recorded.
+    command = [sys.executable, str(HERE / "fake_ranks.py"), four.scheduler.address, str(tmp_path), str(CELLS)]
+    clients = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        # What they say is read all the time, or they would wait for it.
+        said = [pool.submit(client.communicate) for client in clients]
+        dataset = TimingsDataset(str(tmp_path / "data"))
+        wait_until(lambda: any(client.poll() is not None for client in clients) or len(dataset.recorded_cells()) > 2)
+        killed = kill_workers(four, clients, kills=KILLS)
+    for client, text in zip(clients, said, strict=True):
+        assert client.returncode == 0, text.result()[1]
+    assert killed == KILLS
+
+    cells = {cell.cell_id(fake_ranks.ENVIRONMENT): cell for cell in map(fake_ranks.make_cell, range(CELLS))}
+    expected = {cell_id: fake_ranks.count_rows(cell) for cell_id, cell in cells.items()}
+    assert Counter(dataset.read(strict=True)["cell_id"].to_pylist()) == expected
+    outcomes = dataset.outcomes(strict=True)
+    assert Counter(seen.cell_id for seen in outcomes if seen.status == "recorded") == dict.fromkeys(cells, 1)
+    assert {seen.cell_id: seen.rows for seen in outcomes if seen.status == "recorded"} == expected
+    causes = Counter(seen.cause for seen in outcomes if seen.status != "recorded")
+    assert set(causes) <= {"lost contact"}, causes
+    # Each client came to each cell, and one of the two measured it.
+    came = [seen for seen in read_lines(tmp_path, "outcome-*.jsonl") if seen["status"] == "recorded"]
+    assert Counter(seen["cell_id"] for seen in came) == dict.fromkeys(cells, 2)
+    assert {seen["cell_id"]: seen["rows"] for seen in came if seen["rows"]} == expected
+    assert sum(seen["rows"] for seen in came) == sum(expected.values())
+
+    leases = read_lines(tmp_path, "lease-*.jsonl")
     by_worker: dict[str, list[tuple[float, float]]] = {}
-    for lease in read_lines(tmp_path, "lease-*.jsonl"):
+    for lease in leases:
         for worker in lease["workers"]:
             by_worker.setdefault(worker, []).append((lease["began"], lease["ended"]))
-    overlaps = [
-        (worker, first, second)
-        for worker, spans in by_worker.items()
-        for first, second in itertools.pairwise(sorted(spans))
-        if second[0] < first[1]
-    ]
-    assert overlaps == []
+    assert {worker: overlaps for worker, spans in by_worker.items() if (overlaps := find_overlaps(spans))} == {}
+    # No second run is wasted: as many gangs were started as there are outcomes.
+    assert Counter(lease["cell"] for lease in leases) == Counter(seen.cell_id for seen in outcomes)
     # What the workers say themselves: one rank at a time each.
-    for path in tmp_path.glob("worker-*.log"):
-        spans = sorted((entry["began"], entry["ended"]) for entry in read_lines(tmp_path, path.name))
-        assert all(second[0] >= first[1] for first, second in itertools.pairwise(spans))
-    causes = Counter(entry["cause"] for entry in read_lines(tmp_path, "failed-*.jsonl"))
-    assert set(causes) <= {"lost contact"}, causes
-    print(f"\n{sum(map(len, by_worker.values()))} ranks on {len(by_worker)} workers, 20 killed: {dict(causes)}")
-    assert_nothing_is_held(four)
-    assert not [process for process in marked_processes(mark) if process.pid in {client.pid for client in clients}]
+    for name in {path.name for path in tmp_path.glob("*/worker-*.log")}:
+        assert not find_overlaps((seen["began"], seen["ended"]) for seen in read_lines(tmp_path, f"*/{name}"))
+    print(f"\n{sum(map(len, by_worker.values()))} ranks on {len(by_worker)} workers, {KILLS} killed: {dict(causes)}")
+    assert_nothing_is_held(four, fake_ranks)
+    assert_no_process_is_left(four, mark)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler in this process that gives up silent clients after seconds."""
+    for name, value in {"LISTEN_EVERY_S": 0.5, "SILENT_REQUEST_S": 8.0, "SILENT_LEASE_S": 8.0}.items():
+        monkeypatch.setattr(gangs, name, value)
+
+
+def start_one(client: Client, folder: Path, *, model: str, ranks: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(HERE / "fake_ranks.py"), client.scheduler.address, str(folder), model, str(ranks)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_stopped_client_loses_its_workers_and_is_told_so_when_it_goes_on(
+    four: Client, mark: str, fake_ranks: ModuleType, tmp_path: Path
+) -> None:
+    stopped = start_one(four, tmp_path, model="sleeper", ranks=4)
+    wait_until(lambda: len(list(tmp_path.glob("*/*.here"))) == 4)
+    stopped.send_signal(signal.SIGSTOP)
+    # Its ranks, which would sleep for an hour, are ended with its lease.
+    cell = fake_ranks.make_cell(1, ranks=4)
+    assert fake_ranks.measure(four, cell, attempt=1, scratch=tmp_path).status == "recorded"
+    stopped.send_signal(signal.SIGCONT)
+    told, _ = stopped.communicate(timeout=WAIT_S)
+    assert stopped.returncode == 0
+    receipt = json.loads(told)
+    assert (receipt["status"], receipt["cause"]) == ("failed", "lost contact")
+    assert receipt["message"].startswith("its lease was ended: nothing was heard of this campaign for ")
+    assert_nothing_is_held(four, fake_ranks)
+    assert_no_process_is_left(four, mark)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_client_that_is_stopped_in_the_queue_holds_up_nobody_and_is_served_when_it_goes_on(
+    four: Client, mark: str, fake_ranks: ModuleType, tmp_path: Path
+) -> None:
+    with lease_workers(four, 1) as lease:
+        stopped = start_one(four, tmp_path, model="sleep", ranks=4)
+        wait_until(lambda: lease.is_lost() or gang_state(four)["queue"])
+        stopped.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            narrow = pool.submit(
+                fake_ranks.measure, four, fake_ranks.make_cell(1, ranks=1), attempt=1, scratch=tmp_path
+            )
+            # The scheduler hears of this lease, and of the one that waits for three workers that are free.
+            wait_until(lambda: lease.is_lost() or narrow.done())
+            assert narrow.result().status == "recorded"
+        assert not lease.is_lost()
+    stopped.send_signal(signal.SIGCONT)
+    told, _ = stopped.communicate(timeout=WAIT_S)
+    assert json.loads(told)["status"] == "recorded"
+    assert_nothing_is_held(four, fake_ranks)
+    assert_no_process_is_left(four, mark)
 
 
 @pytest.mark.parametrize("way", ["SIGKILL", "segfault", "clean exit"])
@@ -179,7 +272,7 @@ def test_a_worker_that_ends_in_mid_cell_costs_one_attempt(
     assert time.monotonic() - began < fake_ranks.LIMITS.timeout_s / 2
     again = fake_ranks.make_cell(1, ranks=4)
     assert fake_ranks.measure(four, again, attempt=1, scratch=tmp_path).status == "recorded"
-    assert_nothing_is_held(four)
+    assert_nothing_is_held(four, fake_ranks)
 
 
 def test_a_cell_that_always_kills_its_worker_ends_and_its_neighbours_finish(
@@ -198,15 +291,16 @@ def test_a_cell_that_always_kills_its_worker_ends_and_its_neighbours_finish(
         ]
         assert [neighbour.result(timeout=120).status for neighbour in neighbours] == ["recorded"] * 20
         assert poisoned.result(timeout=120) == ["lost contact"] * 3
-    assert_nothing_is_held(four)
+    assert_nothing_is_held(four, fake_ranks)
 
 
 FILE = """\
 name: outside
-models: [mlp]
+models: {models}
 precisions: [fp32]
 gpus: [1, 2]
 batch_sizes: {batches}
+exclude: {exclude}
 device: cpu
 cluster: {address}
 data: {data}
@@ -215,6 +309,37 @@ measured_steps: 3
 seconds_per_cell: 5s
 timeout_per_cell: 2m
 workers_timeout: {wait}
+max_attempts: {attempts}
+cells_at_once: {at_once}
+"""
+
+#: A model that kills the Dask worker which its rank belongs to.
+KILLER = """\
+import os
+import signal
+
+import psutil
+
+
+def make():
+    (worker,) = [one for one in psutil.Process().parents() if "multiprocessing.spawn" in " ".join(one.cmdline())]
+    os.kill(worker.pid, signal.SIGKILL)
+"""
+
+#: A model whose ranks say that they are there, and begin when a file says so.
+WAITER = """\
+import os
+import pathlib
+import time
+
+from precision_time.tasks.workloads import build_workload
+
+
+def make():
+    pathlib.Path(f"here-{os.getpid()}").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
+    return build_workload("mlp")
 """
 
 
@@ -248,13 +373,31 @@ class Outside:
             cwd=self.folder, env=environment, stdout=log, stderr=log, text=True,
         )  # fmt: skip
 
-    def start_campaign(self, *, batches: str = "[4]", wait: str = "60s") -> "subprocess.Popen[str]":
-        text = FILE.format(batches=batches, address=self.address, data=json.dumps(str(self.data)), wait=wait)
+    def start_campaign(
+        self,
+        *,
+        models: str = "[mlp]",
+        batches: str = "[4]",
+        exclude: str = "[]",
+        wait: str = "60s",
+        attempts: int = 2,
+        at_once: str = "null",
+        prefect: str = "prefect",
+    ) -> "subprocess.Popen[str]":
+        text = FILE.format(
+            models=models, batches=batches, exclude=exclude, address=self.address, data=json.dumps(str(self.data)),
+            wait=wait, attempts=attempts, at_once=at_once,
+        )  # fmt: skip
         (self.folder / "campaign.yaml").write_text(text, encoding="utf-8")
         return subprocess.Popen(
             [sys.executable, "-m", "precision_time", "campaign", "campaign.yaml", "--json"],
             cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PREFECT_HOME": str(self.folder / prefect)},
         )  # fmt: skip
+
+    def write_model(self, name: str, text: str) -> None:
+        """A module that the campaign, the workers and their ranks find in the folder that they stand in."""
+        (self.folder / f"{name}.py").write_text(text, encoding="utf-8")
 
     def recorded(self) -> int:
         return len(TimingsDataset(str(self.data)).recorded_cells()) if self.data.exists() else 0
@@ -262,8 +405,8 @@ class Outside:
 
 @pytest.fixture
 def outside(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outside:
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(tmp_path)]))
     return Outside(tmp_path)
 
 
@@ -339,6 +482,115 @@ def test_a_campaign_that_waits_for_workers_says_so_and_ends_at_once_by_ctrl_c(ou
     assert 1 <= result["cells_recorded"] == outside.recorded() < 4
     assert_rows_are_whole(outside, cells=outside.recorded())
     assert not list((outside.folder / "scratch").iterdir())
+    assert_no_rank_is_left(mark)
+
+
+def test_two_campaigns_on_one_scheduler_and_the_same_data_measure_each_cell_once(outside: Outside, mark: str) -> None:
+    outside.start_scheduler()
+    outside.start_workers(2)
+    with Client(outside.address) as client:
+        client.wait_for_workers(2, timeout=WAIT_S)
+        with lease_workers(client, 2):
+            # With one at a time stated, cells of the two may run side by side on one host.
+            campaigns = [
+                outside.start_campaign(batches="[4, 8]", attempts=4, at_once="1", prefect=name, wait="120s")
+                for name in ("one", "two")
+            ]
+            # Both have found all cells missing, and want the same one first.
+            wait_until(
+                lambda: len(gang_state(client)["queue"]) == 2 or any(one.poll() is not None for one in campaigns)
+            )
+        with ThreadPoolExecutor(2) as pool:
+            said = list(pool.map(lambda campaign: campaign.communicate(timeout=2 * WAIT_S), campaigns))
+        assert not any(gang_state(client)["leases"])
+    assert [campaign.returncode for campaign in campaigns] == [0, 0], said
+    results = [json.loads(out) for out, _ in said]
+    assert [result["cells_recorded"] for result in results] == [4, 4]
+    assert sum(result["cells_measured"] for result in results) == 4
+    assert sum(err.count("recorded by another campaign meanwhile") for _, err in said) >= 4
+    dataset = TimingsDataset(str(outside.data))
+    rows = dataset.read().num_rows
+    assert sum(result["rows_added"] for result in results) == rows
+    recorded = [seen for seen in dataset.outcomes() if seen.status == "recorded"]
+    assert (len(recorded), sum(seen.rows for seen in recorded)) == (4, rows)
+    assert_rows_are_whole(outside, cells=4)
+    assert not list((outside.folder / "scratch").iterdir())
+    assert_no_rank_is_left(mark)
+
+
+def count_measured_rows(outside: Outside) -> dict[str, int]:
+    """How many rows each cell has; of warm-up, which ends when a cell is steady, no two runs have the same number."""
+    rows = TimingsDataset(str(outside.data)).read(strict=True).select(["cell_id", "is_warmup"]).to_pylist()
+    return Counter(row["cell_id"] for row in rows if not row["is_warmup"])
+
+
+#: What a campaign of six small cells, one of which kills its worker, may take at the most.
+POISONED_S = 2 * WAIT_S
+
+
+def test_a_cell_that_kills_its_worker_every_time_ends_a_campaign_with_5_and_the_others_recorded(
+    outside: Outside, mark: str
+) -> None:
+    outside.start_scheduler()
+    outside.start_workers(2)
+    outside.write_model("killer", KILLER)
+    campaign = outside.start_campaign(
+        models="[mlp, 'killer:make']", batches="[4, 8, 16]", attempts=3,
+        exclude="[{model: mlp, gpus: 2, batch_size: 16}, {model: 'killer:make', gpus: 2}, "
+        "{model: 'killer:make', batch_size: 8}, {model: 'killer:make', batch_size: 16}]",
+    )  # fmt: skip
+    out, said = campaign.communicate(timeout=POISONED_S)
+    assert campaign.returncode == 5, said
+    assert json.loads(said.splitlines()[-1])["code"] == "E-PARTIAL"
+    result = json.loads(out)
+    assert (result["status"], result["cells_planned"], result["cells_recorded"]) == ("partial", 6, 5)
+    (failed,) = result["failed"]
+    assert (failed["label"], failed["attempt"], failed["cause"]) == ("killer:make fp32 x1 b4", 3, "lost contact")
+    assert "is gone" in failed["message"]
+    assert result["cells_left"] == 0
+    assert_rows_are_whole(outside, cells=5)
+    assert sorted(count_measured_rows(outside).values()) == [3, 3, 3, 6, 6]
+    outcomes = TimingsDataset(str(outside.data)).outcomes()
+    attempts = [(seen.attempt, seen.cause) for seen in outcomes if seen.model == "killer:make"]
+    assert attempts == [(1, "lost contact"), (2, "lost contact"), (3, "lost contact")]
+    assert_no_rank_is_left(mark)
+
+
+def test_a_campaign_that_loses_a_worker_records_all_cells_with_the_rows_of_an_undisturbed_one(
+    outside: Outside, mark: str
+) -> None:
+    outside.start_scheduler()
+    outside.start_workers(2)
+    outside.write_model("waiter", WAITER)
+    (outside.folder / "go").touch()
+    calm = outside.start_campaign(models="[mlp, 'waiter:make']", attempts=4)
+    _, said = calm.communicate(timeout=2 * WAIT_S)
+    assert calm.returncode == 0, said
+    undisturbed = count_measured_rows(outside)
+    assert sorted(undisturbed.values()) == [3, 3, 6, 6]
+
+    outside.data = outside.folder / "disturbed"
+    for path in (outside.folder / "go", *outside.folder.glob("here-*")):
+        path.unlink()
+    campaign = outside.start_campaign(models="[mlp, 'waiter:make']", attempts=4)
+    wait_until(lambda: campaign.poll() is not None or list(outside.folder.glob("here-*")))
+    with Client(outside.address) as client:
+        (held,) = gang_state(client)["leases"].values()
+        pids = client.run(os.getpid, workers=list(held))
+        os.kill(pids[held[-1]], signal.SIGKILL)
+        (outside.folder / "go").touch()
+        out, said = campaign.communicate(timeout=2 * WAIT_S)
+        assert campaign.returncode == 0, said
+        client.wait_for_workers(2, timeout=WAIT_S)
+        wait_until(lambda: not any(gang_state(client).values()))
+    assert json.loads(out)["cells_measured"] == 4
+    assert count_measured_rows(outside) == undisturbed
+    assert_rows_are_whole(outside, cells=4)
+    outcomes = TimingsDataset(str(outside.data)).outcomes()
+    assert Counter(seen.cell_id for seen in outcomes if seen.status == "recorded") == dict.fromkeys(undisturbed, 1)
+    lost = [seen for seen in outcomes if seen.cause == "lost contact"]
+    assert [seen.model for seen in lost] == ["waiter:make"]
+    assert held[-1] in lost[0].message
     assert_no_rank_is_left(mark)
 
 

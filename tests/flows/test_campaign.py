@@ -274,7 +274,7 @@ def test_a_disk_that_fills_up_stops_the_campaign(
     def fill(*_: object, **__: object) -> None:
         raise StorageFullError("no room")
 
-    monkeypatch.setattr(campaign, "profile_cell", lambda *_, **__: None)
+    monkeypatch.setattr(campaign, "profile_cell", lambda *_, keep, **__: keep(None))
     monkeypatch.setattr(campaign, "record_cell", fill)
     plan = make_plan(make_spec(tmp_path), device)
     with pytest.raises(StorageError):

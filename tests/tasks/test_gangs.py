@@ -1,5 +1,6 @@
 """Gang leases on a real scheduler whose workers are threads of this process: who gets which workers, and when."""
 
+import asyncio
 import contextlib
 import ctypes
 import itertools
@@ -7,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from distributed import Client, Event, LocalCluster, SpecCluster, Worker
+from distributed.core import Status
 from distributed.scheduler import Scheduler
 
 from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
 from precision_time.tasks import gangs, leases
-from precision_time.tasks.gangs import choose_workers
+from precision_time.tasks.gangs import GangPlugin, choose_workers
 from precision_time.tasks.leases import LeaseWait, gang_state, lease_workers
 
 
@@ -139,6 +142,7 @@ def test_a_dead_worker_makes_the_lease_lost_and_keeps_its_peers_in_it(cluster: L
         cluster.sync(victim.close)
         wait_until(lease.is_lost)
         assert lease.lost_workers() == [address]
+        assert lease.loss == f"worker {address} is gone"
         with pytest.raises(NoWorkersError, match="did not become free"), lease_workers(client, 1, timeout_s=0.3):
             pass
     with lease_workers(client, 3) as lease:
@@ -234,6 +238,179 @@ def test_who_waits_is_told_who_has_the_workers_and_may_give_up(client: Client, m
     assert [(wait.wanted, wait.known, wait.held, wait.leases) for wait in told] == [(3, 4, 3, 2)] * 3
     assert 0 < told[0].seconds < told[1].seconds < told[2].seconds
     assert str(told[0]) == "waiting for 3 free workers: 3 of 4 are held by 2 leases of others"
+    assert_nothing_is_held(client)
+
+
+def test_who_waits_is_told_how_many_workers_are_being_swept(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "CALL_S", 0.05)
+    with lease_workers(client, 3):
+        monkeypatch.setattr(gangs, "end_ranks", lambda: 1)
+    told: list[LeaseWait] = []
+
+    def give_up(wait: LeaseWait) -> None:
+        told.append(wait)
+        raise TimeoutError
+
+    with lease_workers(client, 1), pytest.raises(TimeoutError), lease_workers(client, 2, watch=give_up):
+        pass
+    assert str(told[0]) == ("waiting for 2 free workers: 1 of 4 are held by 1 lease of others, 3 more are being swept")
+    monkeypatch.setattr(gangs, "end_ranks", lambda: 0)
+    assert_nothing_is_held(client)
+
+
+def test_of_two_with_one_claim_the_second_waits_for_the_first_and_holds_up_nobody(
+    cluster: LocalCluster, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "CALL_S", 0.05)
+    told: list[LeaseWait] = []
+    got: list[tuple[str, ...]] = []
+
+    def lease_the_same(other: Client) -> None:
+        with lease_workers(other, 2, claim="cell", watch=told.append) as lease:
+            got.append(lease.workers)
+
+    with Client(cluster) as other:
+        second = threading.Thread(target=lease_the_same, args=(other,), daemon=True)
+        with lease_workers(client, 1, claim="cell"):
+            second.start()
+            wait_until(lambda: len(told) > 2)
+            # Three workers are free, and whoever comes later for something else gets them.
+            with lease_workers(client, 3, claim="another cell", timeout_s=10):
+                pass
+            with lease_workers(client, 3, timeout_s=10):
+                pass
+            assert not got
+        second.join(30)
+    assert len(got) == 1
+    assert str(told[0]) == "waiting for another campaign, which measures this cell"
+    assert_nothing_is_held(client)
+
+
+class Silence:
+    """A plugin on a scheduler that is none, with two workers and a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.plugin = GangPlugin(clock=lambda: self.now)
+        self.swept: list[str] = []
+        workers = {address: SimpleNamespace(status=Status.running, processing=()) for address in A[:2]}
+        self.plugin.start(SimpleNamespace(handlers={}, workers=workers, clients={"asleep": None, "awake": None}))
+
+        async def sweep(worker: str) -> int:
+            self.swept.append(worker)
+            return 0
+
+        monkeypatch.setattr(self.plugin, "_call_sweep", sweep)
+        monkeypatch.setattr(gangs, "SWEEP_EVERY_S", 0.0)
+
+    async def ask(self, lease: str, *, holder: str, count: int = 2) -> dict[str, Any]:
+        """One call of a client that waits."""
+        return await self.plugin.acquire(
+            lease=lease, holder=holder, count=count, hosts=None, claim="", grace_s=30.0, wait_s=0.05
+        )
+
+    async def pass_time(self, seconds: float, *, meanwhile: Callable[[], Any] | None = None) -> None:
+        for _ in range(round(seconds / gangs.LISTEN_EVERY_S)):
+            self.now += gangs.LISTEN_EVERY_S
+            if meanwhile is not None:
+                await meanwhile()
+            self.plugin.drop_silent()
+        await asyncio.sleep(0.02)
+
+    async def leases(self) -> list[str]:
+        return list((await self.plugin.state())["leases"])
+
+    async def queue(self) -> list[str]:
+        return [request["lease"] for request in (await self.plugin.state())["queue"]]
+
+
+def test_a_request_of_which_nothing_is_heard_leaves_the_queue_and_queues_anew_when_it_asks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        silence = Silence(monkeypatch)
+        assert (await silence.ask("held", holder="awake"))["state"] == "granted"
+        assert (await silence.ask("wide", holder="asleep"))["state"] == "queued"
+        check = lambda: silence.plugin.check(lease="held")  # noqa: E731
+        await silence.pass_time(gangs.SILENT_REQUEST_S, meanwhile=check)
+        assert await silence.queue() == ["wide"]
+        await silence.pass_time(gangs.LISTEN_EVERY_S, meanwhile=check)
+        assert await silence.queue() == []
+        # Who comes now is served, and the one that was stopped stands behind.
+        await silence.ask("next", holder="awake")
+        await silence.ask("wide", holder="asleep")
+        assert await silence.queue() == ["next", "wide"]
+        await silence.plugin.release(lease="held", sweeps=1)
+        assert (await silence.ask("next", holder="awake"))["state"] == "granted"
+        await silence.plugin.close()
+
+    asyncio.run(run())
+
+
+def test_a_lease_that_was_granted_to_a_stopped_client_ends_as_early_as_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        silence = Silence(monkeypatch)
+        await silence.ask("held", holder="awake")
+        await silence.ask("wide", holder="asleep")
+        await silence.pass_time(10)
+        await silence.plugin.release(lease="held", sweeps=1)
+        await asyncio.sleep(0.02)
+        assert await silence.leases() == ["wide"]
+        await silence.pass_time(gangs.SILENT_REQUEST_S)
+        assert await silence.leases() == []
+        # It has run nothing, so it may queue again.
+        assert (await silence.ask("wide", holder="asleep"))["state"] == "granted"
+        await silence.plugin.close()
+
+    asyncio.run(run())
+
+
+def test_a_lease_whose_holder_keeps_silent_for_minutes_ends_swept_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        silence = Silence(monkeypatch)
+        await silence.ask("held", holder="asleep")
+        await silence.pass_time(gangs.SILENT_LEASE_S)
+        assert (await silence.plugin.check(lease="held"))["held"]
+        # It was heard: the minutes begin anew.
+        await silence.pass_time(gangs.SILENT_LEASE_S)
+        assert await silence.leases() == ["held"]
+        silence.swept.clear()
+        await silence.pass_time(gangs.LISTEN_EVERY_S)
+        assert await silence.leases() == []
+        assert sorted(silence.swept) == sorted(A[:2] * 2)
+        assert (await silence.ask("next", holder="awake"))["state"] == "granted"
+        answer = await silence.plugin.check(lease="held")
+        assert (answer["held"], answer["why"]) == (
+            False,
+            "its lease was ended: nothing was heard of this campaign for 305 s; was it stopped, or its machine asleep?",
+        )
+        await silence.plugin.close()
+
+    asyncio.run(run())
+
+
+def test_hours_in_which_the_scheduler_itself_stood_still_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        silence = Silence(monkeypatch)
+        await silence.ask("held", holder="awake", count=1)
+        await silence.ask("wide", holder="awake")
+        silence.now += 7200.0
+        silence.plugin.drop_silent()
+        assert (await silence.leases(), await silence.queue()) == (["held"], ["wide"])
+        await silence.plugin.close()
+
+    asyncio.run(run())
+
+
+def test_the_scheduler_listens_by_itself(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gangs, "LISTEN_EVERY_S", 0.05)
+    monkeypatch.setattr(gangs, "SILENT_LEASE_S", 0.3)
+    with lease_workers(client, 4) as lease:
+        wait_until(lambda: not gang_state(client)["leases"])
+        assert lease.lost_workers() == list(lease.workers)
+        assert "nothing was heard of this campaign for" in lease.loss
     assert_nothing_is_held(client)
 
 

@@ -13,6 +13,7 @@ from precision_time.storage.errors import InputError, StorageError
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks import leases, profile
+from precision_time.tasks.glm_profile import profile_glm_cell
 from precision_time.tasks.job import MeasurementLimits
 from precision_time.tasks.leases import gang_state
 from precision_time.tasks.profile import profile_cell
@@ -39,7 +40,7 @@ def client():
         os.environ["PYTHONPATH"] = before
 
 
-def run_cell(client, scratch, model, *, world_size=2, precision="fp32", limits=LIMITS, accumulation=1):
+def run_cell(client, scratch, model, *, world_size=2, precision="fp32", limits=LIMITS, accumulation=1, **options):
     client.wait_for_workers(2, timeout=30)
     cell = GridCell(
         model=model,
@@ -48,7 +49,8 @@ def run_cell(client, scratch, model, *, world_size=2, precision="fp32", limits=L
         per_gpu_batch_size=4,
         gradient_accumulation_steps=accumulation,
     )
-    return profile_cell(cell, attempt=1, environment=ENVIRONMENT, limits=limits, client=client, scratch=scratch)
+    given = {"attempt": 1, "environment": ENVIRONMENT, "limits": limits, "client": client, "scratch": scratch}
+    return profile_cell(cell, **given | options)
 
 
 def started_ranks(scratch):
@@ -81,8 +83,14 @@ def assert_workers_are_free(client):
 
 
 def test_two_ranks_leave_rows_whose_parts_make_sense(client, tmp_path):
-    receipt = run_cell(client, tmp_path / "scratch", "mlp")
+    kept = []
+    receipt = run_cell(
+        client, tmp_path / "scratch", "mlp", keep=lambda receipt: kept.append((receipt, gang_state(client)["leases"]))
+    )
     assert (receipt.status, receipt.cause, receipt.message) == ("recorded", "", "")
+    # What is written of it is there before anybody else gets its workers.
+    ((kept_receipt, leases_then),) = kept
+    assert (kept_receipt, [len(workers) for workers in leases_then.values()]) == (receipt, [2])
     assert receipt.workload is None  # the card of mlp is shipped
 
     rows = read_fragments(receipt)
@@ -222,6 +230,47 @@ def test_an_interrupt_kills_the_ranks_and_goes_on_up(client, tmp_path, monkeypat
     assert_workers_are_free(client)
 
 
+GLM_CELL = GridCell(model="casgd-logistic-n8", precision="fp32", world_size=2, per_gpu_batch_size=4, strategy="columns")
+CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4)
+BOTH_KINDS = pytest.mark.parametrize(("profile", "cell"), [(profile_cell, CELL), (profile_glm_cell, GLM_CELL)])
+
+
+@BOTH_KINDS
+def test_an_attempt_is_asked_for_with_the_workers_held_and_what_it_raises_gives_them_back(
+    client, tmp_path, profile, cell
+):
+    def find_it_recorded():
+        held.extend(gang_state(client)["leases"].values())
+        raise KeyError("recorded")
+
+    held = []
+    client.wait_for_workers(2, timeout=30)
+    with pytest.raises(KeyError, match="recorded"):
+        profile(
+            cell, attempt=find_it_recorded, environment=ENVIRONMENT, limits=LIMITS, client=client, scratch=tmp_path
+        )  # fmt: skip
+    assert [len(workers) for workers in held] == [2]
+    assert list(tmp_path.iterdir()) == []
+    assert_workers_are_free(client)
+
+
+@BOTH_KINDS
+def test_nothing_is_started_on_workers_whose_lease_has_ended_meanwhile(client, tmp_path, profile, cell):
+    def sleep_it_away():
+        (identity,) = gang_state(client)["leases"]
+        leases._ask(client, "gang_release", lease=identity, sweeps=1)
+        return 7
+
+    client.wait_for_workers(2, timeout=30)
+    receipt = profile(
+        cell, attempt=sleep_it_away, environment=ENVIRONMENT, limits=LIMITS, client=client, scratch=tmp_path
+    )  # fmt: skip
+    assert (receipt.status, receipt.cause, receipt.attempt) == ("failed", "lost contact", 7)
+    assert receipt.message == "the scheduler no longer knows its lease"
+    assert [path.name for path in tmp_path.glob("*/*")] == ["job.json"]
+    assert_workers_are_free(client)
+
+
 def test_a_cell_wider_than_the_cluster_is_bad_input(client, tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "GRACE_S", 0.2)
     with pytest.raises(InputError, match="fewer workers than the cell has ranks"):
@@ -255,9 +304,12 @@ def test_more_ranks_than_gpus_on_a_host_are_refused():
 
 def test_what_can_be_refused_without_a_start_takes_no_workers(tmp_path) -> None:
     cell = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4, strategy="fsdp")
+    kept = []
     receipt = profile_cell(
-        cell, attempt=1, environment=ENVIRONMENT, limits=LIMITS, client=None, scratch=tmp_path / "none"
-    )
+        cell, attempt=lambda: 3, environment=ENVIRONMENT, limits=LIMITS, client=None, scratch=tmp_path / "none",
+        keep=kept.append,
+    )  # fmt: skip
+    assert (kept, receipt.attempt) == ([receipt], 3)
     assert (receipt.status, receipt.cause) == ("refused", "strategy-unsupported")
     assert "fsdp" in receipt.message
     assert not (tmp_path / "none").exists()
