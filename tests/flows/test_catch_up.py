@@ -115,8 +115,14 @@ def off(client: SyncPrefectClient) -> Iterator[tuple[list[Any], list[datetime]]]
 
 
 def said_by(client: SyncPrefectClient, run: Any) -> tuple[str, list[dict[str, Any]]]:
-    """The log of ``run`` and the table of what was missed on its page."""
-    logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
+    """The whole log of ``run``, which comes in bundles, and the table of what was missed on its page."""
+    deadline = time.monotonic() + 60
+    while True:
+        logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
+        if any(log.message.startswith("Finished in state") for log in logs):
+            break
+        assert time.monotonic() < deadline, logs
+        time.sleep(0.2)
     pages = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["missed-runs"])))
     rows = [json.loads(str(page.data)) for page in pages if page.flow_run_id == run.id]
     return "\n".join(log.message for log in logs), rows[0] if rows else []

@@ -14,6 +14,8 @@ import pytest
 
 from precision_time.storage.schema import CellOutcome, Environment
 
+pytestmark = pytest.mark.faults
+
 ROOT = Path(__file__).parents[2]
 #: What check.sh says that it needs, beside CUDA.
 NEEDS = ("torch", "pyarrow", "pytest")
