@@ -28,10 +28,10 @@ zoo: .venv-zoo/.stamp ## build and walk every network of the zoo anew into predi
 	@touch $@
 
 test: $(STAMP) ## the quick tests: any CPU machine, under 10 minutes
-	$(PY) -m pytest -m "not ui and not mpi and not faults and not compiler and not gpu and not long"
+	$(PY) -m pytest -m "not ui and not mpi and not faults and not compiler and not slow and not gpu and not long"
 
-test-system: $(STAMP) ## browser, MPI, fault, Slurm and PostgreSQL tests (.ci/run lists Debian's parts)
-	$(PY) -m pytest -m "(ui or mpi or faults or compiler) and not gpu and not long"
+test-system: $(STAMP) ## browser, MPI, fault, Slurm, PostgreSQL and slow tests (.ci/run lists Debian's parts)
+	$(PY) -m pytest -m "(ui or mpi or faults or compiler or slow) and not gpu and not long"
 
 test-long: $(STAMP) ## the tests that take minutes each
 	$(PY) -m pytest -m "long and not gpu"

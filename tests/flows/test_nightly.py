@@ -124,6 +124,7 @@ def test_storage_that_stays_away_fails_the_night_and_the_next_one_publishes(
     assert len(shelf.versions("default")) == 2
 
 
+@pytest.mark.slow
 def test_a_night_that_is_held_back_ends_well_with_its_reason_and_the_same_data_is_not_judged_again(
     folder: Path, measure, record, hold_back, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_registry_that_takes_no_note_does_not_fail_a_night_that_is_held_back(
     assert [night(make_spec(folder)).retraining.status for _ in range(2)] == ["held back", "held back"]
 
 
+@pytest.mark.slow
 def test_a_drift_is_told_by_one_event_until_other_rows_drift(
     folder: Path, measure, record, hold_back, events: list[str]
 ) -> None:

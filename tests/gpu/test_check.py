@@ -14,7 +14,7 @@ import pytest
 
 from precision_time.storage.schema import CellOutcome, Environment
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 #: What check.sh says that it needs, beside CUDA.
