@@ -78,7 +78,7 @@ def run_demo(folder: Path, *, console: Console) -> dict[str, Any]:
             "no predictor was published",
             got="; ".join(retrained.reasons),
             expected="a passed gate",
-            fix="run the demo again on a quieter machine",
+            fix=f"delete {folder}, which keeps what it measured, and run the demo again on a quieter machine",
         )
     console.print(f"artifact: {registry}/{retrained.artifact_id}")
 
