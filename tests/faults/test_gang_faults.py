@@ -556,6 +556,7 @@ def test_a_cell_that_kills_its_worker_every_time_ends_a_campaign_with_5_and_the_
     assert_no_rank_is_left(mark)
 
 
+@pytest.mark.long
 def test_a_campaign_that_loses_a_worker_records_all_cells_with_the_rows_of_an_undisturbed_one(
     outside: Outside, mark: str
 ) -> None:

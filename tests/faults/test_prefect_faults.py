@@ -86,6 +86,7 @@ def test_a_database_that_is_locked_for_a_while_costs_no_cell_and_its_pages_catch
     campaign.assert_nothing_is_left()
 
 
+@pytest.mark.long
 def test_times_for_which_a_server_that_was_off_made_no_run_are_listed_by_the_run_that_makes_up_for_them(
     tmp_path: Path, measure: Callable[..., Any], record: Callable[..., None]
 ) -> None:
