@@ -40,7 +40,7 @@ from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.glm import environment_of, is_glm
 from precision_time.tasks.glm_profile import profile_glm_cell
-from precision_time.tasks.job import CellReceipt
+from precision_time.tasks.job import CellReceipt, TraceLimits
 from precision_time.tasks.leases import LeaseWait
 from precision_time.tasks.profile import profile_cell
 from precision_time.tasks.record import outcome_of, record_cell
@@ -48,6 +48,8 @@ from precision_time.tasks.refusals import refuse_unstarted
 
 __all__ = ["measure_cell", "profiling_campaign", "run_campaign"]
 
+#: JSON of one cell's trace; what viewers open without trouble.
+MAX_TRACE_BYTES = 64 * 2**20
 #: Threads that Prefect may run cells in; how many do is the campaign's ``cells_at_once``.
 MOST_AT_ONCE = 256
 
@@ -293,7 +295,10 @@ def measure_cell(
     ``ClusterLostError`` and ``NoWorkersError``, and what ``watch`` raises as ``CellNotStartedError``.
     """
     environment = environment_of(planned.cell, plan.device.environment)
-    profile = profile_glm_cell if is_glm(planned.cell.model) else profile_cell
+    if is_glm(planned.cell.model):
+        profile = profile_glm_cell
+    else:
+        profile = functools.partial(profile_cell, trace=_limit_trace(plan.spec, dataset))
     started = time.monotonic()
     make_receipt = functools.partial(
         CellReceipt,
@@ -348,6 +353,15 @@ def measure_cell(
     elif outcome.status == "recorded":
         _announce(f"{planned.cell.label}: {outcome.message}")
     return outcome
+
+
+def _limit_trace(spec: CampaignSpec, dataset: TimingsDataset) -> TraceLimits | None:
+    """How large the trace of the next cell may be: a viewer's limit, and what the quota has left."""
+    if not spec.traced_steps:
+        return None
+    # JSON is some ten times what it takes on disk, so a trace within this never goes beyond the quota.
+    left = max(0, spec.max_trace_bytes - dataset.trace_bytes())
+    return TraceLimits(steps=spec.traced_steps, max_bytes=min(MAX_TRACE_BYTES, left))
 
 
 class _RecordedMeanwhileError(Exception):

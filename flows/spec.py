@@ -138,6 +138,22 @@ class CampaignSpec(BaseModel):
         ge=64 * 2**20,
         strict=True,
     )
+    traced_steps: int = Field(
+        0,
+        title="Traced steps",
+        description="Steps after the measured ones that go into a Chrome trace of rank 0, in traces/ of the data; "
+        "none by default. CA-SGD cells have none.",
+        ge=0,
+        le=10,
+        strict=True,
+    )
+    max_trace_bytes: int = Field(
+        2**30,
+        title="Traces at most",
+        description="Bytes of traces in the data after which cells are measured without one.",
+        ge=0,
+        strict=True,
+    )
     max_attempts: int = Field(
         2, title="Attempts", description="Tries of a failing cell in one run.", ge=1, le=10, strict=True
     )

@@ -72,6 +72,10 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def total_bytes(self, prefix: str = "") -> int:
+        """The sizes of what ``list_files`` lists, together."""
+
+    @abstractmethod
     def exists(self, path: str) -> bool:
         """Whether there is a file at ``path``."""
 

@@ -143,17 +143,24 @@ class RemoteStore(Store):
 
     def list_files(self, prefix: str = "") -> list[str]:
         """See ``Store``."""
+        return sorted(self._sizes(prefix))
+
+    def total_bytes(self, prefix: str = "") -> int:
+        """See ``Store``."""
+        return sum(self._sizes(prefix).values())
+
+    def _sizes(self, prefix: str) -> dict[str, int]:
         start = self._locate(prefix) if prefix else self._base
         with self._translated("read", prefix):
             try:
-                found = self._files.find(start)
+                found = self._files.find(start, detail=True)
             except FileNotFoundError:
-                found = []
+                found = {}
         root = self._base.lstrip("/")
         skip = len(root) + 1 if root else 0
         below = f"{prefix}/" if prefix else ""
-        relative = (name.lstrip("/")[skip:] for name in found)
-        return sorted(name for name in relative if name.startswith(below) and name and not is_hidden(name))
+        sizes = {name.lstrip("/")[skip:]: int(entry["size"]) for name, entry in found.items()}
+        return {name: size for name, size in sizes.items() if name.startswith(below) and name and not is_hidden(name)}
 
     def exists(self, path: str) -> bool:
         """See ``Store``."""

@@ -30,8 +30,8 @@ __all__ = [
 #: Of artifacts.
 SCHEMA_VERSION = 1
 #: Of rows. 2: options of the run, conditions, energy, regimes. 3: bucket sizes, both TF32 switches, exposed
-#: communication by the last bucket, input mode, versions of the tool and of the model's code. Files of earlier versions
-#: are read with defaults and nulls.
+#: communication by the last bucket and by a trace, input mode, versions of the tool and of the model's code. Files of
+#: earlier versions are read with defaults and nulls.
 ROW_VERSION = 3
 
 CellStatus = Literal["recorded", "failed", "refused"]
@@ -101,7 +101,9 @@ class IterationTiming:
     ``cudnn_allow_tf32`` is the TF32 switch of convolutions (``float32_matmul_precision`` is that of products).
     ``input_mode`` is ``synthetic`` for a batch that is made once and stays on the device. ``tool_version`` is the
     version of this package that measured; it is no part of the cell's identity. ``code_sha256`` is the digest of the
-    source file that a model of the user's own comes from, null for a named one.
+    source file that a model of the user's own comes from, null for a named one. ``trace_truncated`` says whether a cap
+    left steps out of the cell's trace, null where none was asked for; ``traced_exposed_s`` is exposed communication a
+    third way, of one step of rank 0 by that trace: what kernels of NCCL took while no other kernel ran.
     """
 
     # the cell
@@ -177,6 +179,8 @@ class IterationTiming:
     input_mode: str | None = None
     tool_version: str | None = None
     code_sha256: str | None = None
+    trace_truncated: bool | None = None
+    traced_exposed_s: float | None = None
     schema_version: int = ROW_VERSION
 
 

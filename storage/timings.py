@@ -25,7 +25,7 @@ __all__ = ["CardKind", "TimingsDataset", "escape_name", "read_table", "unescape_
 
 CardKind = Literal["hardware", "workloads", "code"]
 
-_TIMINGS, _OUTCOMES, _QUARANTINE = "timings/v1", "outcomes/v1", "quarantine"
+_TIMINGS, _OUTCOMES, _TRACES, _QUARANTINE = "timings/v1", "outcomes/v1", "traces/v1", "quarantine"
 _CELL_ID = re.compile(r"[0-9a-f]{16}")
 _CELL_FILE = re.compile(r"cell-([0-9a-f]{16})\.parquet")
 _OUTCOME_FILE = re.compile(r"cell-([0-9a-f]{16})-([1-9][0-9]{0,8})\.parquet")
@@ -45,7 +45,7 @@ _SAME_IN_A_CELL = (
 )  # fmt: skip
 _TIMES = (
     "forward_time_s", "backward_time_s", "optimizer_time_s", "compute_time_s", "communication_time_s",
-    "isolated_communication_s", "energy_j",
+    "isolated_communication_s", "energy_j", "traced_exposed_s",
 )  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -228,6 +228,14 @@ class TimingsDataset:
             except NotFoundError:
                 continue
         return cards
+
+    def write_trace(self, cell_id: str, data: bytes) -> None:
+        """Keep the gzipped Chrome trace of a cell as ``traces/v1/cell-ID.json.gz``."""
+        self._store.write_bytes(f"{_TRACES}/cell-{cell_id}.json.gz", data)
+
+    def trace_bytes(self) -> int:
+        """What all traces here take on disk."""
+        return self._store.total_bytes(_TRACES)
 
     def check(self) -> list[tuple[str, str]]:
         """Read everything; (path, reason) of each file and step that cannot be used."""

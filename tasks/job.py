@@ -10,7 +10,7 @@ from typing import Any
 from precision_time.storage.errors import InputError, StorageError
 from precision_time.storage.schema import CellStatus, Environment, GridCell
 
-__all__ = ["CellReceipt", "MeasurementLimits", "RankJob"]
+__all__ = ["CellReceipt", "MeasurementLimits", "RankJob", "TraceLimits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,16 @@ class MeasurementLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceLimits:
+    """How many steps after the measured ones are traced, and the bytes of JSON that the trace may have (0: none)."""
+
+    steps: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """One attempt at one cell, as every rank of it reads it.
+    """One attempt at one cell, as every rank of it reads it; ``trace`` is None where no step is traced.
 
     ``scratch`` is the folder of this attempt, seen by all ranks. ``devices`` holds the ``CUDA_VISIBLE_DEVICES`` entry
     of each rank, and is empty on a CPU. ``hosts`` holds the address by which each rank's worker is known to the others.
@@ -60,6 +68,7 @@ class RankJob:
     scratch: str
     devices: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    trace: TraceLimits | None = None
 
     @property
     def threads_per_rank(self) -> int:
@@ -96,12 +105,14 @@ class RankJob:
         """The inverse of ``to_json``; raises ``InputError`` for text that is no job."""
         try:
             values: dict[str, Any] = json.loads(text)
+            trace = values.pop("trace")
             return cls(
                 cell=GridCell(**values.pop("cell")),
                 environment=Environment(**values.pop("environment")),
                 limits=MeasurementLimits(**values.pop("limits")),
                 devices=tuple(values.pop("devices")),
                 hosts=tuple(values.pop("hosts")),
+                trace=None if trace is None else TraceLimits(**trace),
                 **values,
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -116,7 +127,8 @@ class CellReceipt:
 
     ``status`` is ``recorded`` when every rank ended well (the fragments are still to be checked and committed),
     ``refused`` when the device cannot run the precision, else ``failed``; ``cause`` is a word of ``CellOutcome``.
-    ``workload`` is the feature card that rank 0 counted, None for a model whose card is shipped.
+    ``workload`` is the feature card that rank 0 counted, None for a model whose card is shipped; ``trace`` the file
+    that its steps were traced into, empty where there is none.
     """
 
     cell: GridCell
@@ -128,6 +140,7 @@ class CellReceipt:
     message: str = ""
     scratch: str = ""
     fragments: tuple[str, ...] = ()
+    trace: str = ""
     workload: dict[str, Any] | None = field(default=None)
     started_at: float
     duration_s: float

@@ -178,7 +178,7 @@ class TimedLoop:
             fresh = self._warm_up(began)
             warmup += fresh
             tolerance = STEADY_TOLERANCE[self.device.type]
-            steady = bool(self._agree(is_steady([step.iteration_s for step in fresh], tolerance=tolerance)))
+            steady = bool(self.agree(is_steady([step.iteration_s for step in fresh], tolerance=tolerance)))
             step_s = statistics.median(step.iteration_s for step in fresh[-5:])
             synced: list[StepTimes] = []
             local: list[StepTimes] = []
@@ -191,7 +191,7 @@ class TimedLoop:
                     elapsed_s=time.perf_counter() - began,
                     cap_s=cap,
                 )
-                size = self._agree(size)
+                size = self.agree(size)
                 if size == 0:
                     energy_j, reason = self._energy.per_step()
                     return LoopResult(
@@ -204,7 +204,7 @@ class TimedLoop:
                         energy_reason=reason,
                     )
                 synced += self._block(size, synchronise=True, lead_in=True)
-                if self._agree(any(step.buckets != fresh[-1].buckets for step in synced)):
+                if self.agree(any(step.buckets != fresh[-1].buckets for step in synced)):
                     warmup += synced
                     break
                 local += synced[-size:] if self.world_size == 1 else self._block(size, synchronise=False, lead_in=True)
@@ -227,20 +227,24 @@ class TimedLoop:
                 cap_s=self.limits.seconds_per_cell,
                 tolerance=STEADY_TOLERANCE[self.device.type],
             )
-            size = self._agree(size)
+            size = self.agree(size)
             if size == 0:
                 return steps
             steps += self._block(size, synchronise=True, lead_in=False)
             if self.options.compiled:
                 check_compiled()
 
-    def _agree(self, value: int) -> int:
+    def agree(self, value: int) -> int:
         """Rank 0's ``value`` on every rank; never inside a timed region."""
         if self.world_size == 1:
             return int(value)
         told = torch.tensor([int(value)], device=self.device)
         dist.broadcast(told, 0)
         return int(told.item())
+
+    def take_block(self, size: int) -> list[StepTimes]:
+        """``size`` more steps, begun together on all ranks, that are no part of what ``run`` measured."""
+        return self._block(size, synchronise=True, lead_in=False)
 
     def _send_alone(self, buckets: tuple[int, ...]) -> float | None:
         if self.world_size == 1:

@@ -15,10 +15,10 @@ from distributed.client import FuturesCancelledError
 
 from precision_time.storage.errors import ClusterLostError, PrecisionTimeError
 from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob, TraceLimits
 from precision_time.tasks.leases import GangLease, LeaseWait, check_connected, lease_workers, number_attempt
 from precision_time.tasks.rank_process import RankReport, assign_devices, end_ranks, run_rank, visible_devices
-from precision_time.tasks.ranks import card_path
+from precision_time.tasks.ranks import card_path, trace_path
 from precision_time.tasks.refusals import REFUSAL_CAUSES, refuse_unstarted
 
 __all__ = ["profile_cell"]
@@ -42,6 +42,7 @@ def profile_cell(
     limits: MeasurementLimits,
     client: Client,
     scratch: Path,
+    trace: TraceLimits | None = None,
     watch: Callable[[LeaseWait], None] | None = None,
     claim: str = "",
     alone: bool = False,
@@ -51,13 +52,14 @@ def profile_cell(
 
     The workers stand evenly on ``cell.nodes`` hosts and belong to this cell alone until it ends; waiting for them is
     no part of ``duration_s``, has no limit, and is told to ``watch`` (see ``lease_workers``, also for ``claim`` and
-    ``alone``). An ``attempt`` that is a function is asked once the workers are held and before a rank starts; what it
-    raises gives them back and goes on up. ``keep`` gets the receipt while they are still held, so that whoever waits
-    for the same ``claim`` finds what it wrote. A rank that dies, hangs or runs out of memory ends its peers and costs
-    only this cell: the receipt then carries the cause of the first failure. ``scratch`` must be seen by all workers;
-    the attempt gets a folder of its own in it. What can be refused without a start takes no workers. Raises
-    ``InputError`` when the cluster stays too small, ``NoWorkersError`` when it is empty, ``ClusterLostError`` when its
-    scheduler is gone and ``StorageError`` when the folder cannot be made. An interrupt kills the ranks and goes on up.
+    ``alone``). Steps after the measured ones are traced as far as ``trace`` says. An ``attempt`` that is a function is
+    asked once the workers are held and before a rank starts; what it raises gives them back and goes on up. ``keep``
+    gets the receipt while they are still held, so that whoever waits for the same ``claim`` finds what it wrote. A rank
+    that dies, hangs or runs out of memory ends its peers and costs only this cell: the receipt then carries the cause
+    of the first failure. ``scratch`` must be seen by all workers; the attempt gets a folder of its own in it. What can
+    be refused without a start takes no workers. Raises ``InputError`` when the cluster stays too small,
+    ``NoWorkersError`` when it is empty, ``ClusterLostError`` when its scheduler is gone and ``StorageError`` when the
+    folder cannot be made. An interrupt kills the ranks and goes on up.
     Threads of one client may measure cells side by side.
     """
     refused = refuse_unstarted(cell, attempt=1, environment=environment)
@@ -69,8 +71,9 @@ def profile_cell(
         with lease_workers(client, cell.world_size, hosts=cell.nodes, claim=claim, alone=alone, watch=watch) as lease:
             number = number_attempt(attempt, lease=lease)
             receipt = _profile_on(
-                lease, cell, attempt=number, environment=environment, limits=limits, client=client, scratch=scratch
-            )
+                lease, cell, attempt=number, environment=environment, limits=limits, client=client, scratch=scratch,
+                trace=trace,
+            )  # fmt: skip
             keep(receipt)
             return receipt
     except PrecisionTimeError:
@@ -90,6 +93,7 @@ def _profile_on(
     limits: MeasurementLimits,
     client: Client,
     scratch: Path,
+    trace: TraceLimits | None,
 ) -> CellReceipt:
     started_at, began = time.time(), time.monotonic()
     cell_id = cell.cell_id(environment)
@@ -111,6 +115,7 @@ def _profile_on(
             limits=limits,
             scratch=str(folder.resolve()),
             devices=devices,
+            trace=trace,
             hosts=tuple(urlsplit(address).hostname or "" for address in workers),
         )
         job.lay_out()
@@ -131,11 +136,12 @@ def _profile_on(
             duration_s=duration_s,
             host=host,
         )
-    card = card_path(folder)
+    card, traced = card_path(folder), trace_path(folder)
     return receipt(
         status="recorded",
         scratch=str(folder),
         fragments=tuple(report["fragment"] for report in sorted(reports, key=lambda report: report["rank"])),
+        trace=str(traced) if traced.exists() else "",
         workload=json.loads(card.read_text(encoding="utf-8")) if card.exists() else None,
         duration_s=duration_s,
         host=host,

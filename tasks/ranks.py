@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from precision_time.tasks.loop import LoopResult, StepTimes
+    from precision_time.tasks.trace_sample import TraceSample
 
 __all__ = [
     "PARENT_VARIABLE",
@@ -33,6 +34,7 @@ __all__ = [
     "failure_path",
     "fragment_path",
     "main",
+    "trace_path",
     "use_interface_of",
     "use_loopback",
 ]
@@ -68,6 +70,11 @@ def failure_path(scratch: Path, rank: int) -> Path:
 def card_path(scratch: Path) -> Path:
     """Where rank 0 writes the feature card of a model that has no shipped one."""
     return scratch / "workload.json"
+
+
+def trace_path(scratch: Path) -> Path:
+    """Where rank 0 writes the trace of the steps after the measured ones, gzipped once it is whole."""
+    return scratch / "trace.json"
 
 
 def main(job_path: str, rank: int) -> None:
@@ -146,6 +153,7 @@ def _run(job: RankJob, rank: int) -> None:
     from precision_time.tasks.loop import TimedLoop
     from precision_time.tasks.options import RunOptions
     from precision_time.tasks.policies import apply_precision, check_switches
+    from precision_time.tasks.trace_sample import sample_trace
     from precision_time.tasks.workloads import build_workload, count_card
 
     cell, scratch = job.cell, Path(job.scratch)
@@ -171,7 +179,7 @@ def _run(job: RankJob, rank: int) -> None:
     if cell.world_size > 1:
         _join(job, rank, device=device)
     torch.manual_seed(SEED + 1 + rank)
-    result = TimedLoop(
+    loop = TimedLoop(
         workload,
         policy,
         device=device,
@@ -182,8 +190,13 @@ def _run(job: RankJob, rank: int) -> None:
         options=RunOptions.of(cell),
         ranks_here=cell.world_size // cell.nodes,
         cores=job.threads_per_rank * (cell.world_size // cell.nodes),
-    ).run()
+    )
+    result = loop.run()
     check_switches(policy, device=device)
+    sample = None
+    if job.trace is not None:
+        path = trace_path(scratch) if rank == 0 else None
+        sample = sample_trace(loop, job.trace, path=path, accumulation_steps=cell.gradient_accumulation_steps)
     rows = make_rows(
         job,
         rank,
@@ -194,6 +207,7 @@ def _run(job: RankJob, rank: int) -> None:
         float32_matmul_precision=torch.get_float32_matmul_precision(),
         cudnn_allow_tf32=torch.backends.cudnn.allow_tf32,
         code_sha256=code_sha256,
+        sample=sample,
     )
     write_fragment(fragment_path(scratch, rank), rows)
 
@@ -284,6 +298,7 @@ def make_rows(
     float32_matmul_precision: str,
     cudnn_allow_tf32: bool | None = None,
     code_sha256: str | None = None,
+    sample: "TraceSample | None" = None,
 ) -> list[IterationTiming]:
     """The rows of one rank: warm-up steps, then measured ones with what their partner without synchronisation tells."""
     cell, environment = job.cell, job.environment
@@ -358,6 +373,8 @@ def make_rows(
             input_mode="synthetic",
             tool_version=tool_version,
             code_sha256=code_sha256,
+            trace_truncated=None if sample is None else sample.truncated,
+            traced_exposed_s=None if sample is None else sample.exposed_s,
         )
 
     warmup = [row(step, times, None) for step, times in enumerate(result.warmup)]

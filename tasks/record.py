@@ -28,7 +28,7 @@ ROUNDING_S = 1e-6
 
 
 def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
-    """Commit the rows of a measured cell, its workload card and the outcome of the attempt; drop its scratch folder.
+    """Commit the rows of a measured cell, its trace, card and the outcome of the attempt; drop its scratch folder.
 
     Fragments that are damaged or incomplete make a failed outcome with the cause ``corrupt fragment``, and stay where
     they are for a look; so do sound ones of which every step is of no use (see ``judge_rows``). A cause that another
@@ -50,6 +50,8 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
             outcome = replace(outcome, rows=kept, message="" if kept else DISCARDED)
             if receipt.workload is not None:
                 dataset.write_card("workloads", str(receipt.workload["name"]), receipt.workload)
+            if kept and receipt.trace:
+                dataset.write_trace(receipt.cell_id, Path(receipt.trace).read_bytes())
             if kept and rows[0].code_sha256 is not None:
                 dataset.write_card("code", rows[0].model, {"name": rows[0].model, "code_sha256": rows[0].code_sha256})
     dataset.record_outcome(outcome)

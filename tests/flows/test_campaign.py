@@ -23,6 +23,7 @@ from precision_time.storage.errors import (
 )
 from precision_time.storage.schema import CellOutcome, Measurement
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.job import TraceLimits
 from precision_time.tasks.probe import ProbeReport
 
 Probe = Callable[[str], ProbeReport]
@@ -266,6 +267,26 @@ def test_an_unforeseen_error_costs_the_cell_and_is_written_down(
     assert [seen.message for seen in dataset.outcomes()] == ["RuntimeError: the cluster went away"] * 2
 
 
+def test_traces_are_taken_until_their_quota_is_used_up(
+    tmp_path: Path, device: ProbeReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precision_time.flows import campaign
+
+    limits = []
+    monkeypatch.setattr(campaign, "profile_cell", lambda *_, trace, keep, **__: (limits.append(trace), keep(None)))
+    monkeypatch.setattr(campaign, "record_cell", lambda dataset, receipt: make_outcome(planned))
+    plan = make_plan(make_spec(tmp_path, traced_steps=3, max_trace_bytes=100 * 2**20), device)
+    planned, dataset = plan.cells[0], TimingsDataset(plan.spec.data)
+    for stored in (0, 60, 60):
+        if stored:
+            dataset.write_trace(f"{len(limits):016x}", bytes(stored * 2**20))
+        campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
+    assert limits == [TraceLimits(steps=3, max_bytes=size * 2**20) for size in (64, 40, 0)]
+    plan = make_plan(make_spec(tmp_path), device)
+    campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
+    assert limits[-1] is None
+
+
 def test_a_disk_that_fills_up_stops_the_campaign(
     tmp_path: Path, device: ProbeReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +411,7 @@ def test_a_real_campaign_is_recorded_resumed_and_shown(tmp_path: Path) -> None:
 
     spec = make_spec(
         tmp_path, models=["mlp"], precisions=["fp32"], device="cpu", warmup_steps=3, measured_steps=3,
-        seconds_per_cell=5, timeout_per_cell=120,
+        seconds_per_cell=5, timeout_per_cell=120, traced_steps=2,
     )  # fmt: skip
     first = run_campaign(spec)
     assert (first.status, first.cells_measured, first.cells_recorded) == ("complete", 2, 2)
@@ -405,6 +426,9 @@ def test_a_real_campaign_is_recorded_resumed_and_shown(tmp_path: Path) -> None:
     dataset = TimingsDataset(spec.data)
     assert dataset.read().num_rows == mended.rows > 0
     assert len(dataset.read_cards("hardware")) == 1
+    traces = {path.name for path in Path(spec.data, "traces", "v1").iterdir()}
+    assert traces == {f"cell-{cell}.json.gz" for cell in dataset.recorded_cells()}
+    assert dataset.read().column("trace_truncated").to_pylist() == [False] * mended.rows
     assert all(seen.iteration_time_s > 0 for seen in dataset.measurements())
     with get_client(sync_client=True) as client:
         for key, kind in [

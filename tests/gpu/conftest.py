@@ -77,32 +77,6 @@ def _median_phases(events: Sequence[Mapping[str, Any]], *, phases: Sequence[str]
     return {name: statistics.median(found) for name, found in _read_phases(events, phases=phases).items()}
 
 
-class _RangedClock:
-    """The clock of a timed loop, with a range of the profiler from each of its marks in a step to the next."""
-
-    #: clearing gradients launches nothing, and belongs to the optimizer
-    ranges = ("clear", "forward", "backward", "optimizer")
-
-    def __init__(self, clock: Any) -> None:
-        self._clock, self._marks, self._open = clock, 0, None
-
-    def mark(self) -> Any:
-        from torch.profiler import record_function
-
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-        point = self._clock.mark()
-        place = self._marks % (len(self.ranges) + 1)
-        self._open = record_function(self.ranges[place]) if place < len(self.ranges) else None
-        if self._open is not None:
-            self._open.__enter__()
-        self._marks += 1
-        return point
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._clock, name)
-
-
 def _profile_block(loop: Any, size: int, *, folder: Path) -> tuple[list[dict[str, Any]], list[Any]]:
     """A block of ``loop`` under torch.profiler, ranges around its phases: the trace's events, and the steps' times.
 
@@ -111,9 +85,11 @@ def _profile_block(loop: Any, size: int, *, folder: Path) -> tuple[list[dict[str
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from precision_time.tasks.trace_sample import RangedClock
+
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     own = loop.clock
-    loop.clock = _RangedClock(own)
+    loop.clock = RangedClock(own)
     try:
         with profile(activities=activities) as profiler:
             steps = loop._block(size, synchronise=True, lead_in=True)

@@ -45,6 +45,12 @@ def test_a_write_replaces(store: Store) -> None:
     assert store.read_bytes("x") == b"short"
 
 
+def test_the_bytes_of_a_folder_are_those_of_its_files(store: Store) -> None:
+    for path, size in (("v1/a", 3), ("v1/b/c", 5), ("v10/x", 7), ("v1/.tmp-1", 11)):
+        store.write_bytes(path, bytes(size))
+    assert (store.total_bytes("v1"), store.total_bytes(), store.total_bytes("nothing")) == (8, 15, 0)
+
+
 def test_a_missing_file_is_named(store: Store) -> None:
     for path in ("nothing", "no/folder/either"):
         with pytest.raises(NotFoundError, match=path):

@@ -47,6 +47,7 @@ TIMING_2 = {name: kind for name, kind in TIMING_1.items() if name != "schema_ver
 #: What version 3 brought.
 SINCE_3 = (
     "bucket_sizes", "exposed_after_backward_s", "cudnn_allow_tf32", "input_mode", "tool_version", "code_sha256",
+    "trace_truncated", "traced_exposed_s",
 )  # fmt: skip
 OUTCOME_1 = {
     "cell_id": TEXT, "attempt": INTEGER, "status": TEXT, "cause": TEXT, "message": TEXT, "rows": INTEGER,

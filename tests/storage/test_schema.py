@@ -155,7 +155,7 @@ def test_only_what_may_be_none_is_nullable() -> None:
         "compute_time_s", "communication_time_s", "exposed_communication_s", "loss_scale",
         "isolated_communication_s", "is_cold", "is_settled", "gpu_clock_hz", "power_w", "temperature_c", "throttled",
         "contended", "other_cpu_share", "steal_share", "energy_j", "bucket_sizes", "exposed_after_backward_s",
-        "cudnn_allow_tf32", "input_mode", "tool_version", "code_sha256",
+        "cudnn_allow_tf32", "input_mode", "tool_version", "code_sha256", "trace_truncated", "traced_exposed_s",
     }  # fmt: skip
     assert schema.field("iteration_time_s").type == pa.float64()
     assert schema.field("rank").type == pa.int64()

@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -13,7 +14,7 @@ from precision_time.storage.schema import Environment, GridCell, IterationTiming
 from precision_time.storage.timings import read_table
 from precision_time.tasks.conditions import Conditions
 from precision_time.tasks.device_state import GpuState
-from precision_time.tasks.job import MeasurementLimits, RankJob
+from precision_time.tasks.job import MeasurementLimits, RankJob, TraceLimits
 from precision_time.tasks.loop import LoopResult, StepTimes
 from precision_time.tasks.ranks import (
     PARENT_VARIABLE,
@@ -22,6 +23,7 @@ from precision_time.tasks.ranks import (
     failure_path,
     fragment_path,
     make_rows,
+    trace_path,
 )
 from precision_time.tasks.refusals import CellRefusedError, EnvironmentChangedError, LossNotFiniteError
 
@@ -190,24 +192,25 @@ def turning():
 """
 
 
-def run_own_model(folder, model):
-    """A real rank with a model of the current folder: its exit code and the job's cell."""
+def run_own_model(folder, model, **changes):
+    """A real rank with a model of the current folder: its exit code."""
     (folder / "own_models_here.py").write_text(OWN_MODELS, encoding="utf-8")
     job = make_job(folder / "scratch", world_size=1)
     cell = replace(job.cell, model=f"own_models_here:{model}")
     limits = MeasurementLimits(warmup_steps=1, measured_steps=3, seconds_per_cell=5.0)
-    path = replace(job, cell=cell, cell_id=cell.cell_id(ENVIRONMENT), limits=limits).lay_out()
+    path = replace(job, cell=cell, cell_id=cell.cell_id(ENVIRONMENT), limits=limits, **changes).lay_out()
     command = [sys.executable, "-m", "precision_time.tasks.ranks", str(path), "0"]
     return subprocess.run(command, cwd=folder, timeout=120, check=False, capture_output=True).returncode
 
 
 def test_a_rank_writes_down_its_switches_its_tool_and_the_source_of_its_model(tmp_path):
-    assert run_own_model(tmp_path, "build") == 0
+    assert run_own_model(tmp_path, "build", trace=TraceLimits(steps=2, max_bytes=2**26)) == 0
+    assert gzip.decompress(trace_path(tmp_path / "scratch").read_bytes()).lstrip().startswith(b"{")
     table = read_table(fragment_path(tmp_path / "scratch", 0).read_bytes(), IterationTiming)
     source = hashlib.sha256((tmp_path / "own_models_here.py").read_bytes()).hexdigest()
     told = {"cudnn_allow_tf32": False, "float32_matmul_precision": "highest", "input_mode": "synthetic",
             "code_sha256": source, "tool_version": importlib.metadata.version("precision-time"), "bucket_sizes": "",
-            "schema_version": 3}  # fmt: skip
+            "trace_truncated": False, "traced_exposed_s": None, "schema_version": 3}  # fmt: skip
     assert {name: set(table[name].to_pylist()) for name in told} == {name: {value} for name, value in told.items()}
 
 

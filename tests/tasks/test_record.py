@@ -75,6 +75,15 @@ def dataset(tmp_path):
     return TimingsDataset(str(tmp_path / "data"))
 
 
+def test_the_trace_of_a_recorded_cell_is_kept_beside_its_rows(dataset, receipt, tmp_path):
+    trace = tmp_path / "scratch" / "trace.json"
+    trace.write_bytes(b"gzipped")
+    record_cell(dataset, replace(receipt, trace=str(trace)))
+    kept = tmp_path / "data" / "traces" / "v1" / f"cell-{receipt.cell_id}.json.gz"
+    assert kept.read_bytes() == b"gzipped"
+    assert dataset.trace_bytes() == 7
+
+
 def assert_refused_as_corrupt(dataset, receipt, said):
     outcome = record_cell(dataset, receipt)
     assert (outcome.status, outcome.cause, outcome.rows) == ("failed", "corrupt fragment", 0)
