@@ -20,7 +20,8 @@ from dask.utils import parse_bytes
 from distributed import Client, LocalCluster
 
 from precision_time.flows.cluster_settings import DASK_SETTINGS, SlurmOptions, is_address, is_local
-from precision_time.flows.device_claims import claim_devices, name_devices
+from precision_time.flows.device_claims import claim_devices
+from precision_time.flows.local_gpus import name_devices
 from precision_time.storage.errors import (
     InputError,
     NoWorkersError,

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -16,16 +14,15 @@ from typing import Any, TextIO
 
 from precision_time.storage.errors import InputError, StorageError
 
-__all__ = ["LOCKS_VARIABLE", "claim_devices", "name_devices"]
+__all__ = ["LOCKS_VARIABLE", "claim_devices"]
 
 #: Names the folder of the locks; ``off`` does without.
 LOCKS_VARIABLE = "PRECISION_TIME_LOCKS"
-LIST_S = 60.0
 
 
 @contextlib.contextmanager
 def claim_devices(devices: Iterable[str], *, scheduler: str | None = None) -> Iterator[None]:
-    """Hold ``devices`` (see ``name_devices``) for this process during the block; the kernel frees those of the dead.
+    """Hold ``devices``, as ``name_devices`` calls them, for this process; the kernel frees those of the dead.
 
     ``scheduler`` is the address of a Dask scheduler that others may use instead, for as long as the devices are held.
     Raises ``InputError`` that says who holds one of them, and ``StorageError`` where the locks cannot be written.
@@ -37,36 +34,6 @@ def claim_devices(devices: Iterable[str], *, scheduler: str | None = None) -> It
             for device in sorted(devices):
                 stack.enter_context(_claim(folder, device, scheduler=scheduler))
         yield
-
-
-def name_devices(device_type: str, *, count: int | None = None) -> tuple[str, ...]:
-    """The devices that a cluster of this machine uses: ``cpu``, or the first ``count`` GPUs that are visible, by UUID.
-
-    A GPU of which NVIDIA's tool tells no UUID goes by its entry in ``CUDA_VISIBLE_DEVICES``.
-    """
-    if device_type != "cuda":
-        return ("cpu",)
-    known = _list_gpus()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    entries = map(str, range(len(known) or count or 1)) if visible is None else map(str.strip, visible.split(","))
-    usable = [entry for entry in entries if entry not in ("", "-1")]
-    return tuple(_identify(entry, known) for entry in usable[:count])
-
-
-def _list_gpus() -> list[str]:
-    """UUIDs of the machine's GPUs in the driver's order; none without a driver."""
-    found = shutil.which("nvidia-smi")
-    if found is None:
-        return []
-    listed = subprocess.run([found, "-L"], capture_output=True, text=True, check=False, timeout=LIST_S)
-    return re.findall(r"^GPU \d+:.*\(UUID: ([^)]+)\)", listed.stdout, flags=re.MULTILINE)
-
-
-def _identify(entry: str, known: list[str]) -> str:
-    if entry.isdecimal():
-        return known[int(entry)] if int(entry) < len(known) else f"GPU-{entry}"
-    # CUDA takes the beginning of a UUID for the whole.
-    return next((uuid for uuid in known if uuid.startswith(entry)), entry)
 
 
 def _lock_folder() -> Path | None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from precision_time.flows.cluster_settings import is_address
 from precision_time.flows.doctor_server import examine_server
 from precision_time.flows.findings import Finding, fine, is_loopback, problem, warning
-from precision_time.flows.stack import count_gpus
+from precision_time.flows.local_gpus import count_gpus
 from precision_time.flows.up import STATE, read_addresses
 from precision_time.storage.configuration import configured_registry_url
 from precision_time.storage.errors import PrecisionTimeError

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +24,6 @@ __all__ = [
     "LOOPBACK",
     "Part",
     "choose_port",
-    "count_gpus",
     "dask_parts",
     "prefect_parts",
     "require_free",
@@ -149,17 +147,6 @@ def dask_parts(*, port: int, dashboard_port: int, workers: int, on_gpus: bool, l
         command = [sys.executable, "-m", "distributed.cli.dask_worker", address, *shared, "--nthreads", "1"]
         command += ["--nworkers", str(workers)]
     return scheduler, Part("the Dask workers", command, environment, logs / "dask-workers.log")
-
-
-def count_gpus() -> int:
-    """NVIDIA's GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` leaves visible; 0 without a driver."""
-    found = shutil.which("nvidia-smi")
-    if found is None:
-        return 0
-    listed = subprocess.run([found, "-L"], capture_output=True, text=True, check=False, timeout=60)
-    gpus = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else min(gpus, len([one for one in visible.split(",") if one.strip(" -1")]))
 
 
 def is_free(port: int) -> bool:

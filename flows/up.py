@@ -18,13 +18,13 @@ from urllib.parse import quote
 
 from precision_time.flows.cluster_settings import ADDRESS, ADDRESS_EXPECTED, is_address
 from precision_time.flows.deployments import POOL, Nightly, load_forms, plan_deployments, register_deployments
-from precision_time.flows.device_claims import claim_devices, name_devices
+from precision_time.flows.device_claims import claim_devices
+from precision_time.flows.local_gpus import count_gpus, name_devices
 from precision_time.flows.lost_runs import end_lost_runs
 from precision_time.flows.stack import (
     LOOPBACK,
     Part,
     choose_port,
-    count_gpus,
     dask_parts,
     prefect_parts,
     require_free,

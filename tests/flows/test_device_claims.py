@@ -13,7 +13,7 @@ import pytest
 
 from precision_time.flows import device_claims
 from precision_time.flows.cluster import open_cluster
-from precision_time.flows.device_claims import LOCKS_VARIABLE, claim_devices, name_devices
+from precision_time.flows.device_claims import LOCKS_VARIABLE, claim_devices
 from precision_time.flows.stack import choose_port
 from precision_time.flows.up import Addresses, UpSettings, _Stack, stay_up
 from precision_time.storage.errors import InputError, StorageError
@@ -128,46 +128,6 @@ def test_a_stack_with_a_cluster_holds_its_devices_and_names_its_scheduler(
     assert seen == ["held" if is_held else "free"]
     with claim_devices(["cpu"]):
         pass
-
-
-LISTED = """\
-GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa-1)
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bbbb-2)
-  MIG 1g.10gb     Device  0: (UUID: MIG-cccc-3)
-"""
-
-
-@pytest.mark.parametrize(
-    ("visible", "count", "names"),
-    [
-        (None, None, ("GPU-aaaa-1", "GPU-bbbb-2")),
-        (None, 1, ("GPU-aaaa-1",)),
-        ("1,0", 1, ("GPU-bbbb-2",)),
-        ("GPU-bbbb", None, ("GPU-bbbb-2",)),
-        ("MIG-cccc-3, 0", None, ("MIG-cccc-3", "GPU-aaaa-1")),
-        ("-1", None, ()),
-        ("7", None, ("GPU-7",)),
-    ],
-)
-def test_gpus_go_by_their_uuid_however_they_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int | None, names: tuple[str, ...]
-) -> None:
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n", encoding="utf-8")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert name_devices("cuda", count=count) == names
-
-
-def test_without_nvidias_tool_gpus_go_by_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert name_devices("cuda", count=2) == ("GPU-0", "GPU-1")
-    assert name_devices("cpu", count=2) == ("cpu",)
 
 
 def test_the_locks_of_a_user_lie_in_one_place_which_nobody_else_prepared(

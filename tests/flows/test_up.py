@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from precision_time.flows.operations_commands import doctor, up
-from precision_time.flows.stack import Part, choose_port, count_gpus, dask_parts, require_scheduler
+from precision_time.flows.stack import Part, choose_port, dask_parts, require_scheduler
 from precision_time.flows.up import Addresses, UpSettings, prefilled_form, read_addresses, stay_up
 from precision_time.storage.errors import InputError, PrecisionTimeError
 
@@ -152,21 +152,6 @@ def test_a_port_that_is_taken_is_replaced_by_a_free_one(taken_port: int) -> None
     other = choose_port(taken_port)
     assert other != taken_port
     assert choose_port(other) == other
-
-
-@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("", 0), ("-1", 0), ("0,1,2,3", 2)])
-def test_gpus_are_those_of_the_driver_that_are_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
-) -> None:
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\necho 'GPU 1: H200 (UUID: GPU-2)'\n", encoding="utf-8")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_gpus() == count
 
 
 def test_a_scheduler_that_does_not_run_is_refused_before_anything_starts(tmp_path: Path, taken_port: int) -> None:
