@@ -30,6 +30,7 @@ POLL_S = 0.1
 REPORT_S = 5.0
 #: A rank that only lost its peer waits this long for the peer's own report, which tells the cause.
 CULPRIT_GRACE_S = 3.0
+FORGOTTEN = "the scheduler has lost the ranks: it was started anew"
 #: After a failure, how long the ranks that were killed may take to disappear.
 ENDING_S = 10.0
 
@@ -204,8 +205,11 @@ def _await_ranks(
             with contextlib.suppress(TimeoutError):
                 wait(pending, timeout=POLL_S, return_when="FIRST_COMPLETED")
         except FuturesCancelledError:
-            return _lost("the scheduler has lost the ranks: it was started anew"), reports
-        for future in [future for future in pending if future.done()]:
+            return _lost(FORGOTTEN), reports
+        done = [future for future in pending if future.done()]
+        if any(future.status == "cancelled" for future in done):
+            return _lost(FORGOTTEN), reports
+        for future in done:
             pending.discard(future)
             reports.append(_expect_result(_report_of(future, worker=futures[future])))
         failures = sorted((report for report in reports if report["cause"]), key=lambda report: report["ended_at"])

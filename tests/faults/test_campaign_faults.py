@@ -19,6 +19,7 @@ import pytest
 
 from precision_time.flows.scratch import PREFIX
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.faults.prefect_server import PrefectServer
 
 pytestmark = pytest.mark.faults
 
@@ -177,7 +178,10 @@ def test_ctrl_c_ends_with_130_and_leaves_whole_data_and_no_process(campaign: Cam
     assert_whole(campaign.data, cells=recorded)
 
 
-def test_other_settings_are_refused_with_the_difference_and_measure_nothing(campaign: Campaign) -> None:
+def test_other_settings_are_refused_with_the_difference_and_measure_nothing(
+    campaign: Campaign, standing_server: PrefectServer
+) -> None:
+    campaign.environment["PREFECT_API_URL"] = standing_server.url
     campaign.write(gpus="[1]")
     process = campaign.start()
     _, err = process.communicate(timeout=WAIT_S)
@@ -195,7 +199,8 @@ def test_other_settings_are_refused_with_the_difference_and_measure_nothing(camp
     assert TimingsDataset(str(campaign.data)).read().equals(before)
 
 
-def test_a_cell_that_kills_itself_costs_only_itself(campaign: Campaign) -> None:
+def test_a_cell_that_kills_itself_costs_only_itself(campaign: Campaign, standing_server: PrefectServer) -> None:
+    campaign.environment["PREFECT_API_URL"] = standing_server.url
     (campaign.folder / "poison.py").write_text(
         "import os, signal\n\n\ndef make():\n    os.kill(os.getpid(), signal.SIGKILL)\n", encoding="utf-8"
     )

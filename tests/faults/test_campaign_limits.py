@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.faults.prefect_server import PrefectServer
 from precision_time.tests.faults.test_campaign_faults import MARK, WAIT_S, Campaign, assert_whole
 
 pytestmark = pytest.mark.faults
@@ -23,6 +23,20 @@ pytestmark = pytest.mark.faults
 CANCELLED_S = 20.0
 #: A rank that would take an hour, beside good ones.
 SLOW_MODEL = "import time\n\n\ndef make():\n    time.sleep(3600)\n"
+#: A rank that yields to everybody, and four others that take all they get for as long as it measures.
+STARVED_MODEL = """\
+import os
+import subprocess
+
+from precision_time.tasks.workloads import build_workload
+
+
+def make():
+    for _ in range(2 * os.cpu_count()):
+        subprocess.Popen(["timeout", "20", "sh", "-c", "while :; do :; done"])
+    os.nice(15)
+    return build_workload("mlp")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,68 +52,6 @@ def campaign(tmp_path: Path, prefect_home: Path) -> Iterator[Campaign]:
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == campaign.mark:
                 process.kill()
-
-
-class PrefectServer:
-    """``prefect server start`` on a port of its own, with a database that outlives it."""
-
-    def __init__(self, home: Path) -> None:
-        self.environment = os.environ | {
-            "PREFECT_HOME": str(home),
-            "DO_NOT_TRACK": "1",
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        }
-        self.environment.pop("PREFECT_API_URL", None)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/api"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        import httpx
-
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)],
-            env=self.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            assert self.process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server did not answer in time"
-            time.sleep(0.3)
-
-    def assert_caught_up(self, *, cells: int) -> None:
-        """The run and its tasks have ended well, the table is full, and the bar at its end."""
-        from prefect.client.orchestration import get_client
-        from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
-        from prefect.settings import PREFECT_API_URL, temporary_settings
-
-        with temporary_settings({PREFECT_API_URL: self.url}), get_client(sync_client=True) as client:
-            runs, tasks = client.read_flow_runs(), client.read_task_runs()
-
-            def read_page(key: str) -> object:
-                (page,) = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
-                return page.data
-
-            bar, table = read_page("campaign-faults-progress"), read_page("campaign-faults")
-        assert [run.state_type and run.state_type.value for run in runs] == ["COMPLETED"]
-        assert [task.state_type and task.state_type.value for task in tasks] == ["COMPLETED"] * cells
-        assert bar == 100.0
-        assert len(json.loads(str(table))) == cells
-
-    def stop(self) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
 
 
 @pytest.fixture
@@ -146,6 +98,23 @@ def test_a_prefect_server_that_is_stopped_and_started_again_costs_no_cell(
     campaign.assert_nothing_is_left()
 
 
+@pytest.mark.long
+def test_a_campaign_of_starved_cells_fails_with_the_reason_and_is_no_empty_success(
+    campaign: Campaign, standing_server: PrefectServer
+) -> None:
+    campaign.environment["PREFECT_API_URL"] = standing_server.url
+    (campaign.folder / "starved.py").write_text(STARVED_MODEL, encoding="utf-8")
+    campaign.write(models="[starved:make]", gpus="[1]")
+    out, err = campaign.start().communicate(timeout=3 * WAIT_S)
+    result = json.loads(out)
+    assert (result["status"], result["cells_recorded"]) == ("failed", 0), err
+    assert {cell["cause"] for cell in result["failed"]} == {"contended"}
+    assert "of the host's CPU time in every measured step" in err
+    assert TimingsDataset(str(campaign.data)).read().num_rows == 0
+    campaign.assert_nothing_is_left()
+
+
+@pytest.mark.long
 def test_a_prefect_server_that_never_comes_back_costs_only_its_pages(campaign: Campaign, server: PrefectServer) -> None:
     campaign.write(gpus="[1]")
     campaign.environment |= {"PREFECT_API_URL": server.url, "PREFECT_CLIENT_MAX_RETRIES": "1"}

@@ -27,6 +27,7 @@ from distributed.core import Status
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks import gangs
 from precision_time.tasks.leases import gang_state, lease_workers
+from precision_time.tests.faults.prefect_server import PrefectServer
 
 pytestmark = pytest.mark.faults
 
@@ -346,8 +347,8 @@ def make():
 class Outside:
     """A scheduler and workers that run as processes of their own, and a campaign on them through the command line."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.data = folder, folder / "data"
+    def __init__(self, folder: Path, *, prefect_api: str) -> None:
+        self.folder, self.data, self.prefect_api = folder, folder / "data", prefect_api
         self.workers: list[subprocess.Popen[str]] = []
 
     def start_scheduler(self, *, failures: str = "0") -> None:
@@ -392,7 +393,7 @@ class Outside:
         return subprocess.Popen(
             [sys.executable, "-m", "precision_time", "campaign", "campaign.yaml", "--json"],
             cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"PREFECT_HOME": str(self.folder / prefect)},
+            env=os.environ | {"PREFECT_HOME": str(self.folder / prefect), "PREFECT_API_URL": self.prefect_api},
         )  # fmt: skip
 
     def write_model(self, name: str, text: str) -> None:
@@ -404,10 +405,9 @@ class Outside:
 
 
 @pytest.fixture
-def outside(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outside:
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+def outside(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standing_server: PrefectServer) -> Outside:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(tmp_path)]))
-    return Outside(tmp_path)
+    return Outside(tmp_path, prefect_api=standing_server.url)
 
 
 def assert_no_rank_is_left(mark: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from precision_time.storage.registry import Registry
-from precision_time.tests.faults.test_campaign_limits import PrefectServer
+from precision_time.tests.faults.prefect_server import PrefectServer
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -48,10 +48,13 @@ def run(server: PrefectServer, tmp_path: Path) -> Callable[..., "subprocess.Comp
 @contextlib.contextmanager
 def client_of(server: PrefectServer) -> Iterator[Any]:
     from prefect.client.orchestration import get_client
+    from prefect.events.worker import EventsWorker
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings({PREFECT_API_URL: server.url}), get_client(sync_client=True) as client:
         yield client
+        # What this process emitted goes out while the server lives: whoever drains the worker later waits for ever.
+        EventsWorker.drain_all(timeout=WAIT_S)
 
 
 def events(client: Any, prefix: str) -> list[dict[str, Any]]:

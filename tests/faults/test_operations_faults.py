@@ -258,10 +258,11 @@ def test_of_two_nights_at_once_the_second_waits_and_finds_nothing_new(stack: Sta
 
 
 def test_a_schedule_of_one_minute_fires_twice_and_never_after_it_is_removed(stack: Stack) -> None:
-    from prefect.client.schemas.schedules import CronSchedule
+    from prefect.client.schemas.schedules import IntervalSchedule
 
     before = {run.id for run in stack.runs(NIGHTLY)}
-    schedule = stack.schedule(NIGHTLY, CronSchedule(cron="* * * * *", timezone="Europe/Berlin"))
+    soon = datetime.now(UTC) + timedelta(seconds=10)
+    schedule = stack.schedule(NIGHTLY, IntervalSchedule(interval=timedelta(minutes=1), anchor_date=soon))
 
     def fired() -> list[Any]:
         new = [run for run in stack.runs(NIGHTLY) if run.id not in before and run.auto_scheduled]

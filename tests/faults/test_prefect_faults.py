@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from precision_time.tests.faults.prefect_server import PrefectServer
 from precision_time.tests.faults.test_campaign_faults import MARK, WAIT_S, Campaign, assert_whole
-from precision_time.tests.faults.test_campaign_limits import PrefectServer
 
 pytestmark = pytest.mark.faults
 

@@ -117,7 +117,7 @@ def parents(pid):
 
 
 # A fresh interpreter first has to import torch, on a busy machine too.
-@pytest.mark.parametrize(("template", "timeout_s"), [("1", 4.0), ("0", 20.0)])
+@pytest.mark.parametrize(("template", "timeout_s"), [("1", 4.0), pytest.param("0", 20.0, marks=pytest.mark.long)])
 def test_a_rank_deaf_to_signals_is_killed_at_its_deadline_with_its_family(tmp_path, monkeypatch, template, timeout_s):
     monkeypatch.setenv(rank_process._TEMPLATE_VARIABLE, template)
     report = run(tmp_path / "a", "sleeps_with_family", timeout_s=timeout_s)

@@ -244,6 +244,7 @@ def test_the_batch_script_measures_in_one_allocation_and_leaves_nothing_running(
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_signal_before_the_time_is_up_ends_the_batch_script_after_the_cell_under_way(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:

@@ -402,6 +402,7 @@ def test_escape_codes_of_a_rank_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[2J\nb") == "a\\x1b[2J\\nb"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_a_real_campaign_is_recorded_resumed_and_shown(tmp_path: Path) -> None:
     from prefect.client.orchestration import get_client

@@ -260,6 +260,7 @@ def test_csv_and_parquet_of_the_same_rows_give_the_same(tmp_path: Path) -> None:
     assert evaluate(str(tmp_path / "table.parquet"), "team") == evaluate(path, "team")
 
 
+@pytest.mark.slow
 def test_the_shipped_table_is_predicted_whole_but_for_rows_that_say_too_little(tmp_path: Path) -> None:
     path = tmp_path / "shipped.csv"
     shipped_measurements().to_csv(path, index=False)

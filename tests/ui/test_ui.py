@@ -149,8 +149,9 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
         "precisions": ["fp32"],
         "gpus": [1, 2],
         "batch_sizes": [4],
-        "measured_steps": 10,
-        "seconds_per_cell": 5,
+        # Each cell takes its time, so that there is some to look at pages that are half full.
+        "measured_steps": 5000,
+        "seconds_per_cell": 12,
         "cluster": stack.found["scheduler"],
         "data": str(stack.data),
     }
@@ -169,8 +170,9 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
     assert read_chips(page, "Precisions") == ["fp32", "amp_bf16"]
     take_picture(page, screenshots / "form.png", height=1150)
     find_field(page, "Attempts").locator("input").fill("3")
-    with page.expect_response("**/create_flow_run"):
+    with page.expect_response("**/create_flow_run") as answered:
         page.get_by_role("button", name="Submit").click()
+    assert answered.value.ok, answered.value.text()
 
     run = f"{stack.ui}{open_new_run(page, stack, known=set())}"
     open_artifact(page, run, "TABLE")
