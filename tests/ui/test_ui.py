@@ -143,6 +143,7 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
     page.wait_for_url(f"{stack.ui}/dashboard*")
     expect(page.get_by_role("button", name="Deployments")).to_be_visible()
 
+    data = str(stack.home / "first-look")
     spec = {
         "name": "first-look",
         "models": ["mlp"],
@@ -153,7 +154,7 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
         "measured_steps": 5000,
         "seconds_per_cell": 12,
         "cluster": stack.found["scheduler"],
-        "data": str(stack.data),
+        "data": data,
     }
     parameters = quote(quote(json.dumps({"spec": spec}), safe=""), safe="")
     page.goto(f"{stack.deployment_page(CAMPAIGN)}/run?parameters={parameters}")
@@ -203,7 +204,7 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
     open_artifact(page, run, "MARKDOWN")
     assert_pictures_show(page)
 
-    seen = TimingsDataset(str(stack.data)).measurements()
+    seen = TimingsDataset(data).measurements()
     assert {(row.model, row.precision, row.world_size) for row in seen} == {
         ("mlp", precision, gpus) for precision in ("fp32", "amp_bf16") for gpus in (1, 2)
     }
