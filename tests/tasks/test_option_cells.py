@@ -122,7 +122,6 @@ def test_channels_last_is_the_order_in_which_every_rank_computes(client, tmp_pat
 
 
 @pytest.mark.compiler
-@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_compiled_cell_runs_kernels_of_the_compiler(client, tmp_path, world_size):
     # Nothing of an earlier run is found there, and what is found afterwards was compiled in this cell.
