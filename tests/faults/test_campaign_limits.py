@@ -23,6 +23,25 @@ pytestmark = pytest.mark.faults
 CANCELLED_S = 20.0
 #: A rank that would take an hour, beside good ones.
 SLOW_MODEL = "import time\n\n\ndef make():\n    time.sleep(3600)\n"
+#: A rank on a machine whose counters say that others take all of it (a real scheduler leaves it short, whole bursts).
+CROWDED_MODEL = """\
+import dataclasses
+
+from precision_time.tasks import conditions
+from precision_time.tasks.workloads import build_workload
+
+count = conditions.read_cpu_times
+
+
+def count_others():
+    seen = count()
+    return dataclasses.replace(seen, at=100 * seen.at, busy_s=seen.total_s, own_s=0.0)
+
+
+def make():
+    conditions.read_cpu_times = count_others
+    return build_workload("mlp")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +100,23 @@ def test_a_prefect_server_that_is_stopped_and_started_again_costs_no_cell(
     assert process.returncode == 0, err
     assert_whole(campaign.data, cells=4)
     server.assert_caught_up(cells=4)
+    campaign.assert_nothing_is_left()
+
+
+def test_a_campaign_of_starved_cells_ends_with_the_reason_and_is_no_empty_success(
+    campaign: Campaign, standing_server: PrefectServer
+) -> None:
+    campaign.environment["PREFECT_API_URL"] = standing_server.url
+    (campaign.folder / "crowded.py").write_text(CROWDED_MODEL, encoding="utf-8")
+    campaign.write(models="[crowded:make]", gpus="[1]")
+    process = campaign.start()
+    out, err = process.communicate(timeout=3 * WAIT_S)
+    assert process.returncode == 5, err
+    result = json.loads(out)
+    assert (result["status"], result["cells_recorded"], result["rows"]) == ("failed", 0, 0)
+    assert {cell["cause"] for cell in result["failed"]} == {"contended"}
+    assert "of the host's CPU time in every measured step" in err
+    assert TimingsDataset(str(campaign.data)).recorded_cells() == set()
     campaign.assert_nothing_is_left()
 
 
