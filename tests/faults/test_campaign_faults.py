@@ -178,6 +178,7 @@ def test_ctrl_c_ends_with_130_and_leaves_whole_data_and_no_process(campaign: Cam
     assert_whole(campaign.data, cells=recorded)
 
 
+@pytest.mark.long
 def test_other_settings_are_refused_with_the_difference_and_measure_nothing(
     campaign: Campaign, standing_server: PrefectServer
 ) -> None:
@@ -199,6 +200,7 @@ def test_other_settings_are_refused_with_the_difference_and_measure_nothing(
     assert TimingsDataset(str(campaign.data)).read().equals(before)
 
 
+@pytest.mark.long
 def test_a_cell_that_kills_itself_costs_only_itself(campaign: Campaign, standing_server: PrefectServer) -> None:
     campaign.environment["PREFECT_API_URL"] = standing_server.url
     (campaign.folder / "poison.py").write_text(
