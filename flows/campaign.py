@@ -295,10 +295,6 @@ def measure_cell(
     ``ClusterLostError`` and ``NoWorkersError``, and what ``watch`` raises as ``CellNotStartedError``.
     """
     environment = environment_of(planned.cell, plan.device.environment)
-    if is_glm(planned.cell.model):
-        profile = profile_glm_cell
-    else:
-        profile = functools.partial(profile_cell, trace=_limit_trace(plan.spec, dataset))
     started = time.monotonic()
     make_receipt = functools.partial(
         CellReceipt,
@@ -311,6 +307,10 @@ def measure_cell(
     earlier = make_receipt(attempt=1, status="recorded", duration_s=0.0)
     if planned.cell_id in dataset.recorded_cells():
         return _find_earlier(planned, dataset, otherwise=earlier)
+    if is_glm(planned.cell.model):
+        profile = profile_glm_cell
+    else:
+        profile = functools.partial(profile_cell, trace=_limit_trace(plan.spec, dataset))
     outcomes: list[CellOutcome] = []
 
     def begin() -> int:

@@ -195,8 +195,7 @@ def _run(job: RankJob, rank: int) -> None:
     check_switches(policy, device=device)
     sample = None
     if job.trace is not None:
-        path = trace_path(scratch) if rank == 0 else None
-        sample = sample_trace(loop, job.trace, path=path, accumulation_steps=cell.gradient_accumulation_steps)
+        sample = sample_trace(loop, job.trace, path=trace_path(scratch) if rank == 0 else None)
     rows = make_rows(
         job,
         rank,

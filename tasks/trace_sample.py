@@ -27,6 +27,7 @@ class Stepping(Protocol):
     """What is sampled; ``TimedLoop`` is one."""
 
     clock: Any
+    accumulation_steps: int
 
     def take_block(self, size: int) -> "list[StepTimes]":
         """``size`` more steps, together with all ranks."""
@@ -77,9 +78,7 @@ class RangedClock:
         return getattr(self._clock, name)
 
 
-def sample_trace(
-    loop: Stepping, limits: "TraceLimits", *, path: Path | None, accumulation_steps: int = 1
-) -> TraceSample:
+def sample_trace(loop: Stepping, limits: "TraceLimits", *, path: Path | None) -> TraceSample:
     """Up to ``limits.steps`` steps of ``loop`` into ``path``, gzipped; every rank calls it, rank 0 alone with a path.
 
     The trace of one step tells how many fit into ``limits.max_bytes`` of JSON; where none does nothing is kept. What
@@ -87,10 +86,10 @@ def sample_trace(
     """
     if limits.max_bytes <= 0:
         return TraceSample(truncated=True)
-    size = _trace(loop, 1, path=path, accumulation_steps=accumulation_steps)
+    size = _trace(loop, 1, path=path)
     fits = loop.agree(0 if size is None else min(limits.steps, limits.max_bytes // size))
     if fits > 1:
-        size = _trace(loop, fits, path=path, accumulation_steps=accumulation_steps)
+        size = _trace(loop, fits, path=path)
     if path is None:
         return TraceSample(truncated=fits < limits.steps)
     if size is None or fits == 0 or size > limits.max_bytes:
@@ -115,7 +114,7 @@ def exposed_communication(events: Iterable[Mapping[str, Any]]) -> float | None:
     return union_length(sending + computing) - union_length(computing)
 
 
-def _trace(loop: Stepping, steps: int, *, path: Path | None, accumulation_steps: int) -> int | None:
+def _trace(loop: Stepping, steps: int, *, path: Path | None) -> int | None:
     """The bytes of a trace of ``steps`` steps at ``path``; None without a path, and where the profiler failed."""
     if path is None:
         loop.take_block(WARMUP_STEPS)
@@ -127,7 +126,7 @@ def _trace(loop: Stepping, steps: int, *, path: Path | None, accumulation_steps:
     loop.take_block(WARMUP_STEPS)
     is_running = is_running and _try(profiler.step)
     own = loop.clock
-    loop.clock = RangedClock(own, accumulation_steps=accumulation_steps)
+    loop.clock = RangedClock(own, accumulation_steps=loop.accumulation_steps)
     try:
         loop.take_block(steps)
     finally:

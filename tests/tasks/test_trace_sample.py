@@ -6,54 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from precision_time.predictor.precision import PRECISIONS
 from precision_time.tasks import trace_sample
-from precision_time.tasks.job import MeasurementLimits, TraceLimits
-from precision_time.tasks.loop import TimedLoop
-from precision_time.tasks.policies import apply_precision
+from precision_time.tasks.job import TraceLimits
 from precision_time.tasks.trace_sample import WARMUP_STEPS, TraceSample, exposed_communication, sample_trace
-from precision_time.tasks.workloads import OPTIMIZERS, Workload
+from precision_time.tests.tasks.test_loop import make_loop
 
-CPU = torch.device("cpu")
 MANY = 2**26
-
-
-class OneLayer(nn.Linear):
-    """Counts the passes through it."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.passes = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.passes += 1
-        return super().forward(inputs)
-
-
-def make_loop(*, accumulation_steps: int = 1) -> TimedLoop:
-    module = OneLayer()
-    workload = Workload(
-        name="one-layer",
-        family="mlp",
-        task_input="8",
-        module=module,
-        make_batch=lambda samples, device: torch.ones(samples, 8, device=device),
-        compute_loss=lambda module, batch: module(batch).square().mean(),
-        make_optimizer=OPTIMIZERS["sgd_momentum"],
-        optimizer_name="sgd_momentum",
-    )
-    return TimedLoop(
-        workload,
-        apply_precision(PRECISIONS["fp32"], module, device=CPU),
-        device=CPU,
-        world_size=1,
-        batch_size=2,
-        accumulation_steps=accumulation_steps,
-        limits=MeasurementLimits(),
-    )
 
 
 def read_ranges(path: Path) -> list[str]:
@@ -72,7 +31,7 @@ def test_the_trace_holds_the_steps_asked_for_with_their_phases(tmp_path: Path) -
     loop = make_loop(accumulation_steps=2)
     clock = loop.clock
     path = tmp_path / "trace.json"
-    sample = sample_trace(loop, TraceLimits(steps=3, max_bytes=MANY), path=path, accumulation_steps=2)
+    sample = sample_trace(loop, TraceLimits(steps=3, max_bytes=MANY), path=path)
     assert sample == TraceSample(truncated=False, exposed_s=None)
     assert read_ranges(path) == ["clear", "forward", "backward", "forward", "backward", "optimizer"] * 3
     assert loop.clock is clock
@@ -98,7 +57,7 @@ def test_without_room_no_step_is_taken(tmp_path: Path) -> None:
     loop = make_loop()
     path = tmp_path / "trace.json"
     assert sample_trace(loop, TraceLimits(steps=3, max_bytes=0), path=path) == TraceSample(truncated=True)
-    assert loop.workload.module.passes == 0
+    assert loop.workload.module.calls == 0
     assert not path.exists()
 
 
@@ -114,7 +73,7 @@ def test_a_profiler_that_fails_costs_the_trace_and_no_step(
     path = tmp_path / "trace.json"
     assert sample_trace(loop, TraceLimits(steps=3, max_bytes=MANY), path=path) == TraceSample(truncated=True)
     # Of the first trace: the other ranks take these steps too.
-    assert loop.workload.module.passes == WARMUP_STEPS + 1
+    assert loop.workload.module.calls == WARMUP_STEPS + 1
     assert "CUPTI is held by another tool" in capsys.readouterr().err
     assert not path.exists()
 
