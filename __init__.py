@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING
 __all__ = ["Calibration", "PrecisionTimeError", "TimeEstimate", "__version__", "calibrate", "predict_time"]
 
 if TYPE_CHECKING:
+    from precision_time.predictor.answering.calibration import Calibration, calibrate
+    from precision_time.predictor.answering.estimate import TimeEstimate
     from precision_time.predictor.api import predict_time
-    from precision_time.predictor.calibrate import Calibration, calibrate
-    from precision_time.predictor.estimate import TimeEstimate
     from precision_time.storage.errors import PrecisionTimeError
 
     __version__: str
 else:
     # Type checkers read the branch above, so an unknown attribute stays an error for them.
     _HOMES = {
-        "Calibration": "precision_time.predictor.calibrate",
+        "Calibration": "precision_time.predictor.answering.calibration",
         "PrecisionTimeError": "precision_time.storage.errors",
-        "TimeEstimate": "precision_time.predictor.estimate",
-        "calibrate": "precision_time.predictor.calibrate",
+        "TimeEstimate": "precision_time.predictor.answering.estimate",
+        "calibrate": "precision_time.predictor.answering.calibration",
         "predict_time": "precision_time.predictor.api",
     }
 

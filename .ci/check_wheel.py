@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "precision_time"
 FOLDERS = {"flows", "tasks", "predictor", "casgd", "storage"}
 # Folders whose files are part of the package beside their code, by ending.
-TABLES_OF = {"casgd": (".cu",), "tasks/zoo": (".csv", ".toml")}
+TABLES_OF = {"casgd": (".cu",), "tasks/zoo": (".csv",), "tasks/zoo/libraries": (".csv", ".toml")}
 DATA = "predictor/data/"
 BUNDLE = f"{DATA}bundled/"
 BUNDLED = {"manifest.json", "predictor.json", "trees.npz", "report.md"}

@@ -9,12 +9,12 @@ import argparse
 import importlib.metadata
 from datetime import timedelta
 
-from precision_time.flows.prefect_settings import prepare_prefect
+from precision_time.flows.ground.prefect_settings import prepare_prefect
 
 prepare_prefect()  # read at the import below
 
-from precision_time.flows.automations import register_automations  # noqa: E402
-from precision_time.flows.deployments import load_forms, plan_deployments, register_deployments  # noqa: E402
+from precision_time.flows.stack.automations import register_automations  # noqa: E402
+from precision_time.flows.stack.deployments import load_forms, plan_deployments, register_deployments  # noqa: E402
 
 
 def main() -> None:

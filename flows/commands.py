@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from precision_time.flows.summary import CampaignResult
+    from precision_time.flows.campaigns.summary import CampaignResult
 
 __all__ = ["campaign", "probe", "retrain"]
 
@@ -42,10 +42,10 @@ def campaign(
     Ends with 5 when some cells failed, which are recorded with their cause, or when a limit ended the run early; what
     was measured is kept. One Ctrl-C finishes the cells under way, a second one stops them; both end with 130.
     """
-    from precision_time.flows.plan import plan_campaign
-    from precision_time.flows.prefect_settings import prefect_api
-    from precision_time.flows.spec import read_campaign
-    from precision_time.flows.terminal import open_console, print_plan, print_result, say
+    from precision_time.flows.campaigns.terminal import open_console, print_plan, print_result, say
+    from precision_time.flows.ground.prefect_settings import prefect_api
+    from precision_time.flows.planning.plan import plan_campaign
+    from precision_time.flows.planning.spec import read_campaign
     from precision_time.storage.errors import PartialError
 
     given = {
@@ -78,14 +78,14 @@ def campaign(
 
     try:
         with prefect_api():
-            from precision_time.flows.campaign import run_campaign
+            from precision_time.flows.campaigns.campaign import run_campaign
 
             result = run_campaign(spec, report=show)
     except KeyboardInterrupt:
         say("interrupted; recorded cells are kept, and running it again measures the others")
         raise
     if result.status != "complete":
-        from precision_time.tasks.refusals import REFUSAL_CAUSES
+        from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES
 
         causes = [f"{cell.label}: {cell.cause}" for cell in result.failed[:10]]
         refused = [cell for cell in result.failed if cell.cause in REFUSAL_CAUSES]
@@ -126,10 +126,10 @@ def retrain(
     At least one of --data, --public and --measurements names what to train on. Ends with 3 when the gate holds the
     predictor back: the champion then stays in use.
     """
-    from precision_time.flows.prefect_settings import prefect_api
-    from precision_time.flows.retrain_spec import RetrainSpec
-    from precision_time.flows.settings_file import Document, build_model
-    from precision_time.flows.terminal import open_console, print_retraining, say
+    from precision_time.flows.campaigns.terminal import open_console, print_retraining, say
+    from precision_time.flows.ground.prefect_settings import prefect_api
+    from precision_time.flows.ground.settings_file import Document, build_model
+    from precision_time.flows.retraining.spec import RetrainSpec
     from precision_time.storage.errors import GoalNotMetError
 
     given = {
@@ -145,7 +145,7 @@ def retrain(
     }
     spec = build_model(RetrainSpec, Document("retrain", given))
     with prefect_api():
-        from precision_time.flows.retrain import run_retraining
+        from precision_time.flows.retraining.retrain import run_retraining
 
         say("training and validating")
         result = run_retraining(spec)
@@ -163,7 +163,7 @@ def retrain(
             fix="measure more cells and retrain",
         )
     if export is not None and result.artifact_id is not None:
-        from precision_time.tasks.publish import export_bundle
+        from precision_time.tasks.publishing.publish import export_bundle
 
         bundle = export_bundle(registry, result.artifact_id, into=export)
         say(f"{result.artifact_id} answers as {bundle.artifact_id} from {export}")
@@ -208,9 +208,9 @@ def probe(
     With --model a few real iterations of the model are timed too, and its other precisions, batches, numbers of GPUs
     and GPUs predicted from them.
     """
-    from precision_time.flows.terminal import open_console, print_model_probe, print_probe, say
+    from precision_time.flows.campaigns.terminal import open_console, print_model_probe, print_probe, say
     from precision_time.storage.errors import InputError
-    from precision_time.tasks.probe import probe_device
+    from precision_time.tasks.probing.probe_device import probe_device
 
     about_model: dict[str, Any] = {
         "precisions": precision,
@@ -238,7 +238,7 @@ def probe(
         else:
             print_probe(report, console=open_console())
         return
-    from precision_time.tasks.probe_model import probe_model
+    from precision_time.tasks.probing.probe_model import probe_model
 
     found = probe_model(model, device, announce=say, **given)
     if save:

@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from precision_time.flows.prefect_settings import prefect_api, prepare_prefect
-from precision_time.flows.summary import CampaignResult, RetrainResult
-from precision_time.flows.terminal import open_console, print_retraining
-from precision_time.predictor.estimate import format_duration
+from precision_time.flows.campaigns.summary import CampaignResult
+from precision_time.flows.campaigns.terminal import open_console, print_retraining
+from precision_time.flows.ground.prefect_settings import prefect_api, prepare_prefect
+from precision_time.flows.retraining.result import RetrainResult
+from precision_time.predictor.answering.estimate import format_duration
 from precision_time.storage.errors import GoalNotMetError, PrecisionTimeError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.schema import GridCell, Measurement
@@ -55,10 +56,10 @@ def run_demo(folder: Path, *, console: Console) -> dict[str, Any]:
 
     What an earlier, interrupted run has measured is kept; only missing cells are measured.
     """
-    from precision_time.flows.campaign import run_campaign
-    from precision_time.flows.retrain import run_retraining
-    from precision_time.flows.retrain_spec import RetrainSpec
-    from precision_time.flows.spec import read_campaign
+    from precision_time.flows.campaigns.campaign import run_campaign
+    from precision_time.flows.planning.spec import read_campaign
+    from precision_time.flows.retraining.retrain import run_retraining
+    from precision_time.flows.retraining.spec import RetrainSpec
 
     registry = str(folder / "registry")
 

@@ -8,31 +8,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from precision_time.predictor.answers import answer_queries
-from precision_time.predictor.artifact import (
+from precision_time.predictor.answering.answers import answer_queries
+from precision_time.predictor.answering.artifact import (
     PublishedPredictor,
     load_artifact,
     refresh_artifacts,
     standing_artifact,
 )
-from precision_time.predictor.calibrate import Calibration, calibrate
-from precision_time.predictor.closed_form import TrainingSetup, fill_pipeline
-from precision_time.predictor.estimate import TimeEstimate
-from precision_time.predictor.explain import explain_query
-from precision_time.predictor.features import Query
-from precision_time.predictor.hardware import (
+from precision_time.predictor.answering.calibration import Calibration, calibrate
+from precision_time.predictor.answering.estimate import TimeEstimate
+from precision_time.predictor.answering.explain import explain_query
+from precision_time.predictor.answering.reasons import explain_time, judge_answer
+from precision_time.predictor.answering.user_models import resolve_model
+from precision_time.predictor.closed_form.memory import estimate_memory, explain_memory
+from precision_time.predictor.rows.features import Query
+from precision_time.predictor.setup.hardware import (
     HardwareSpec,
     choose_precision,
     find_hardware,
     load_hardware,
     parse_bandwidth,
 )
-from precision_time.predictor.implementation import Checkpointing, Implementation
-from precision_time.predictor.memory import estimate_memory, explain_memory
-from precision_time.predictor.own_models import resolve_model
-from precision_time.predictor.parallelism import Parallelism, parse_parallelism
-from precision_time.predictor.precision import Precision, parse_precision
-from precision_time.predictor.reasons import explain_time, judge_answer
+from precision_time.predictor.setup.implementation import Checkpointing, Implementation
+from precision_time.predictor.setup.parallelism import Parallelism, parse_parallelism
+from precision_time.predictor.setup.precision import Precision, parse_precision
+from precision_time.predictor.setup.training_setup import TrainingSetup, fill_pipeline
 from precision_time.storage.errors import InputError, OutOfDomainError, UnknownNameError, UnreachableError
 
 __all__ = ["predict_time"]

@@ -13,7 +13,7 @@ from precision_time.storage.errors import InputError, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from precision_time.predictor.artifact import PublishedPredictor
+    from precision_time.predictor.answering.artifact import PublishedPredictor
 
 __all__ = ["evaluate"]
 
@@ -72,7 +72,7 @@ def evaluate(
         },
     )
     if plots is not None:
-        from precision_time.predictor.plots import check_plots
+        from precision_time.predictor.scoring.plots import check_plots
 
         check_plots(plots)
     if measurements is not None:
@@ -112,7 +112,7 @@ def _check_options(chosen: str, given: Mapping[str, bool]) -> None:
 def _evaluate_rows(
     path: str, *, artifact: str | None, by: Sequence[str], clean: bool, plots: str | None, as_json: bool
 ) -> None:
-    from precision_time.predictor.evaluation import predict_table
+    from precision_time.predictor.scoring.evaluation import predict_table
 
     published = _find_published(artifact)
     table = predict_table(path, published=published, by=by, clean=clean)
@@ -126,7 +126,7 @@ def _evaluate_rows(
     if not result["predicted"]:
         _say("no row was predicted, so there is nothing to draw")
         return
-    from precision_time.predictor.plots import plot_table
+    from precision_time.predictor.scoring.plots import plot_table
 
     domain = None if published is None else published.predictor.domain
     _say_drawn(plot_table(table, folder=plots, title=Path(path).name, domain=domain))
@@ -162,13 +162,13 @@ def _short(scores: Mapping[str, Any]) -> str:
 
 
 def _find_published(artifact: str | None) -> "PublishedPredictor | None":
-    from precision_time.predictor.artifact import load_artifact, standing_artifact
+    from precision_time.predictor.answering.artifact import load_artifact, standing_artifact
 
     return standing_artifact()[0] if artifact is None else load_artifact(artifact)
 
 
 def _evaluate_curves(path: str, *, by: Sequence[str], as_json: bool) -> None:
-    from precision_time.predictor.evaluation import evaluate_curves
+    from precision_time.predictor.scoring.evaluation import evaluate_curves
 
     result = evaluate_curves(path, by=by)
     if as_json:
@@ -186,11 +186,16 @@ def _evaluate_curves(path: str, *, by: Sequence[str], as_json: bool) -> None:
 
 
 def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> None:
-    from precision_time.predictor.accuracy import cross_validate_all, cross_validation_table
-    from precision_time.predictor.calibration_curve import CURVES, curve_table, format_curves, measure_calibration
-    from precision_time.predictor.observations import observe_table
-    from precision_time.predictor.public_table import load_public_table
-    from precision_time.predictor.scoreboard import format_cross_validation, worst_groups
+    from precision_time.predictor.rows.observations import observe_table
+    from precision_time.predictor.rows.public_table import load_public_table
+    from precision_time.predictor.scoring.calibration_curve import (
+        CURVES,
+        curve_table,
+        format_curves,
+        measure_calibration,
+    )
+    from precision_time.predictor.scoring.cross_validation import cross_validate_all, cross_validation_table
+    from precision_time.predictor.scoring.scoreboard import format_cross_validation, worst_groups
 
     _say("reading the public table")
     observations, refused = observe_table(load_public_table().kept)
@@ -209,8 +214,8 @@ def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> N
         if worst is not None:
             _show_worst(groups, split=split)
     if plots is not None:
-        from precision_time.predictor.calibration_plot import plot_calibration
-        from precision_time.predictor.plots import draw_cross_validation, write_plots
+        from precision_time.predictor.scoring.calibration_plot import plot_calibration
+        from precision_time.predictor.scoring.plots import draw_cross_validation, write_plots
 
         pictures = draw_cross_validation(results, observations)
         if any(curve.points for curve in curves):
@@ -223,7 +228,7 @@ _WORST_OF = "source-model-gpu"
 
 
 def _show_worst(groups: Sequence[Mapping[str, str | float]], *, split: str) -> None:
-    from precision_time.predictor.scoreboard import title_split
+    from precision_time.predictor.scoring.scoreboard import title_split
 
     typer.echo(f"\nworst groups of {title_split(split)}, with at least 5 rows each")
     _print_table(

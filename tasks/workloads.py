@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precision_time.predictor.graph import count_workload
-from precision_time.predictor.own_models import import_factory
-from precision_time.predictor.workload import WorkloadFeatures
+from precision_time.predictor.answering.user_models import import_factory
+from precision_time.predictor.walking.walk_module import count_workload
+from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, UnknownNameError
 
 __all__ = ["BUILDERS", "OPTIMIZERS", "Workload", "build_workload", "count_card"]

@@ -28,7 +28,7 @@ def _measure(
     seed: int = 0,
 ) -> list[Measurement]:
     """Measurements of a world where compute and communication are fixed factors away from the closed forms."""
-    from precision_time.predictor.observations import observe
+    from precision_time.predictor.rows.observations import observe
 
     rng = random.Random(seed)
     compute_factor = {"fp32": 1.6, "amp_bf16": 2.2, "tf32": 1.9, "amp_fp16": 2.3}
@@ -156,10 +156,10 @@ def record() -> Callable[[str, Sequence[Measurement]], None]:
 
 
 def _publish(url: str, measurements: Sequence[Measurement]) -> None:
-    from precision_time.predictor.artifact import pack_artifact
-    from precision_time.predictor.hierarchy import STAGE_FEATURES, HierarchicalPredictor
-    from precision_time.predictor.learner import choose_parameters
-    from precision_time.predictor.observations import observe
+    from precision_time.predictor.answering.artifact import pack_artifact
+    from precision_time.predictor.learning.boosting import choose_parameters
+    from precision_time.predictor.learning.hierarchy import STAGE_FEATURES, HierarchicalPredictor
+    from precision_time.predictor.rows.observations import observe
     from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
     from precision_time.storage.registry import Registry
 

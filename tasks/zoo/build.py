@@ -4,8 +4,6 @@ python -m precision_time.tasks.zoo.build --scratch FOLDER [--workers 2] [--only 
 """
 
 import argparse
-import functools
-import hashlib
 import importlib
 import json
 import multiprocessing
@@ -19,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from precision_time.predictor.workloads.walk_cache import counting_version
 from precision_time.tasks.zoo.networks import Network, count_buffer_bytes, count_params
 from precision_time.tasks.zoo.table import write_zoo
 
@@ -28,7 +27,6 @@ __all__ = ["FACTORY", "build_zoo", "read_walks", "walk_network"]
 FACTORY = "precision_time.tasks.zoo.catalogue:list_networks"
 WALKS = "walks.jsonl"
 PROGRESS = "progress.txt"
-_WALKING = ("graph", "trace", "two_batches", "operations", "cuda_autocast", "cuda_kernels")
 #: A walk that takes longer is given up.
 LIMIT_S = 900.0
 #: Networks after which a process is replaced: what torch remembers of shapes only grows.
@@ -39,7 +37,7 @@ Report = Callable[[str], None]
 
 def walk_network(network: Network) -> dict[str, Any]:
     """What the zoo keeps of one network, as plain values for JSON: counts of its module and both walks."""
-    from precision_time.predictor.graph import walk_both
+    from precision_time.predictor.walking.walk_module import walk_both
 
     start = time.monotonic()
     built = network.build()
@@ -64,20 +62,10 @@ def walk_network(network: Network) -> dict[str, Any]:
         "uncounted": sorted({str(item.message) for item in caught if "no rule for its FLOPs" in str(item.message)}),
         "fp32": walks["fp32"].to_columns(),
         "amp": walks["amp"].to_columns(),
-        "code": walking_code(),
+        "code": counting_version()[:12],
         "build_s": round(built_s, 3),
         "seconds": round(time.monotonic() - start, 3),
     }
-
-
-@functools.cache
-def walking_code() -> str:
-    """A digest of the modules that walk, so that walks of two versions can be told apart."""
-    folder = resources.files("precision_time.predictor")
-    digest = hashlib.sha256()
-    for name in _WALKING:
-        digest.update(folder.joinpath(f"{name}.py").read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _load(factory: str) -> list[Network]:
@@ -175,7 +163,7 @@ class _Queue:
     def put(self, walk: dict[str, Any]) -> None:
         with self.lock:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"code": walking_code()} | walk) + "\n")
+                file.write(json.dumps({"code": counting_version()[:12]} | walk) + "\n")
             self.done += 1
             self.failed += "failure" in walk
             told = walk.get("failure") or f"{walk['seconds']:.1f} s"
@@ -220,7 +208,7 @@ def build_zoo(
     done = {
         builds
         for builds, walk in known.items()
-        if (keep or walk.get("code") == walking_code()) and not (retry and "failure" in walk)
+        if (keep or walk.get("code") == counting_version()[:12]) and not (retry and "failure" in walk)
     }
     pending = [builds for builds in wanted if builds not in done]
     queue = _Queue(pending=pending, path=path, report=report, total=len(wanted), done=len(wanted) - len(pending))

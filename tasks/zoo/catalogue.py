@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precision_time.tasks.zoo.detectors import list_detectors
+from precision_time.tasks.zoo.libraries.detectors import list_detectors
+from precision_time.tasks.zoo.libraries.timm_networks import list_timm
+from precision_time.tasks.zoo.libraries.torchvision_detectors import list_torchvision_detectors
+from precision_time.tasks.zoo.libraries.torchvision_networks import list_torchvision
+from precision_time.tasks.zoo.libraries.transformers_networks import list_transformers
 from precision_time.tasks.zoo.networks import Missing, Network
 from precision_time.tasks.zoo.own_networks import list_own
 from precision_time.tasks.zoo.table_networks import list_table_networks
-from precision_time.tasks.zoo.timm_networks import list_timm
-from precision_time.tasks.zoo.torchvision_detectors import list_torchvision_detectors
-from precision_time.tasks.zoo.torchvision_networks import list_torchvision
-from precision_time.tasks.zoo.transformers_networks import list_transformers
 
 __all__ = ["Zoo", "list_networks", "list_zoo"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from precision_time.predictor.walk import POLICIES
-from precision_time.predictor.zoo import COUNTS, SIZES
+from precision_time.predictor.workloads.walk import POLICIES
+from precision_time.predictor.workloads.zoo import COUNTS, SIZES
 from precision_time.storage.columns import encode_columns
 from precision_time.tasks.zoo.networks import Missing, Network
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from precision_time.tasks.ranks import use_loopback
+from precision_time.tasks.ranks.rank import use_loopback
 from precision_time.tasks.workloads import build_workload
 
 WARMUP_STEPS = 10

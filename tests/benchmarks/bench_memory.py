@@ -94,11 +94,11 @@ def estimate_steps(name: str) -> dict[tuple[str, int], float]:
     """Estimated bytes by precision and batch, from a walk of the named model."""
     import dataclasses
 
-    from precision_time.predictor.closed_form import TrainingSetup
-    from precision_time.predictor.graph import walk_both
-    from precision_time.predictor.hardware import find_hardware
-    from precision_time.predictor.memory import estimate_memory
-    from precision_time.predictor.precision import parse_precision
+    from precision_time.predictor.closed_form.memory import estimate_memory
+    from precision_time.predictor.setup.hardware import find_hardware
+    from precision_time.predictor.setup.precision import parse_precision
+    from precision_time.predictor.setup.training_setup import TrainingSetup
+    from precision_time.predictor.walking.walk_module import walk_both
     from precision_time.tasks.workloads import build_workload, count_card
 
     built = build_workload(name)
@@ -138,9 +138,9 @@ def compare_steps(models: tuple[str, ...]) -> None:
 
 def refuse_rows() -> None:
     """Print how many rows of the public table, which all ran, the estimate would refuse."""
-    from precision_time.predictor.memory import estimate_memory
-    from precision_time.predictor.observations import observe_table
-    from precision_time.predictor.public_table import load_public_table
+    from precision_time.predictor.closed_form.memory import estimate_memory
+    from precision_time.predictor.rows.observations import observe_table
+    from precision_time.predictor.rows.public_table import load_public_table
 
     observations, _ = observe_table(load_public_table().kept)
     rows: Counter[str] = Counter()

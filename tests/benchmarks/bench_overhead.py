@@ -19,9 +19,9 @@ from pathlib import Path
 from distributed import Client, LocalCluster
 
 from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.job import CellReceipt, MeasurementLimits
-from precision_time.tasks.profile import profile_cell
-from precision_time.tasks.record import read_fragments
+from precision_time.tasks.gangs.profile_cell import profile_cell
+from precision_time.tasks.gangs.record_cell import read_fragments
+from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits
 
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-bench-2c", cpu_model="bench", cpu_cores=2, backend="gloo")
 CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4)
@@ -38,7 +38,7 @@ def steps_s(receipt: CellReceipt) -> float:
 
 def measure_overheads(cells: int, *, template: bool) -> list[dict[str, float]]:
     """Seconds of the call, of its steps and of the rest, for each of ``cells`` equal cells in turn."""
-    # Workers inherit it; see tasks/rank_process.py.
+    # Workers inherit it; see tasks/processes/rank_process.py.
     os.environ["PRECISION_TIME_TEMPLATE"] = "1" if template else "0"
     found = []
     with (

@@ -8,12 +8,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from precision_time.flows.order import order_cells
-from precision_time.flows.plan import plan_campaign
-from precision_time.flows.spec import CampaignSpec
-from precision_time.predictor.hardware import HardwareSpec
+from precision_time.flows.planning.order import order_cells
+from precision_time.flows.planning.plan import plan_campaign
+from precision_time.flows.planning.spec import CampaignSpec
+from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.storage.schema import Environment
-from precision_time.tasks.probe import ProbeReport
+from precision_time.tasks.probing.probe_device import ProbeReport
 
 MACHINE = ProbeReport(
     environment=Environment(device_type="cpu", gpu="cpu-made-up-64c", cpu_model="made up", cpu_cores=64),

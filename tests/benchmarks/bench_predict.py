@@ -63,11 +63,11 @@ def bulk_answers() -> dict[str, float]:
     """Rows of the public table answered by the bundled artifact without XGBoost, over XGBoost on ready features."""
     import xgboost
 
-    from precision_time.predictor.answers import answer_queries
-    from precision_time.predictor.artifact import load_bundled
-    from precision_time.predictor.features import SETUP_FEATURES, Query, feature_matrix
-    from precision_time.predictor.observations import observe_table
-    from precision_time.predictor.public_table import load_public_table
+    from precision_time.predictor.answering.answers import answer_queries
+    from precision_time.predictor.answering.artifact import load_bundled
+    from precision_time.predictor.rows.features import SETUP_FEATURES, Query, feature_matrix
+    from precision_time.predictor.rows.observations import observe_table
+    from precision_time.predictor.rows.public_table import load_public_table
 
     observations, _ = observe_table(load_public_table().kept)
     setups = [seen.setup for seen in observations[::4]]
@@ -95,9 +95,9 @@ def one_fit() -> dict[str, float]:
     """Seconds and peak memory (bytes) of one fit on the whole public table, on one thread."""
     import resource
 
-    from precision_time.predictor.hierarchy import HierarchicalPredictor
-    from precision_time.predictor.observations import observe_table
-    from precision_time.predictor.public_table import load_public_table
+    from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+    from precision_time.predictor.rows.observations import observe_table
+    from precision_time.predictor.rows.public_table import load_public_table
 
     observations, _ = observe_table(load_public_table().kept)
     seconds = timed(lambda: HierarchicalPredictor.fit(observations), repeat=1)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from scipy.stats import t as student
 
-from precision_time.flows.cluster import Client, open_cluster
+from precision_time.flows.clusters.cluster import Client, open_cluster
 from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.job import MeasurementLimits
-from precision_time.tasks.profile import profile_cell
-from precision_time.tasks.record import read_fragments
+from precision_time.tasks.gangs.profile_cell import profile_cell
+from precision_time.tasks.gangs.record_cell import read_fragments
+from precision_time.tasks.ranks.job import MeasurementLimits
 
 RANKS, STEPS = 2, 40
 #: Before a local cluster adds to it what Dask wants of its workers.

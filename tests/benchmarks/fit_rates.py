@@ -13,12 +13,12 @@ import zlib
 import numpy as np
 from scipy.optimize import minimize
 
-from precision_time.predictor.features import Query
-from precision_time.predictor.observations import Observation, observe_table, weigh_rows
-from precision_time.predictor.public_table import load_public_table
-from precision_time.predictor.roofline import WHOLE, describe_passes, divide_work
-from precision_time.predictor.walk import PRODUCTS
-from precision_time.predictor.walked_time import FUSIBLE, SLOWDOWNS, TRAFFIC, UNITS, NominalWork
+from precision_time.predictor.closed_form.roofline import WHOLE, describe_passes, divide_work
+from precision_time.predictor.closed_form.walked_time import FUSIBLE, SLOWDOWNS, TRAFFIC, UNITS, NominalWork
+from precision_time.predictor.rows.features import Query
+from precision_time.predictor.rows.observations import Observation, observe_table, weigh_rows
+from precision_time.predictor.rows.public_table import load_public_table
+from precision_time.predictor.workloads.walk import PRODUCTS
 
 MOST_RANKS = 8
 #: Log error from which on the loss grows linearly.
@@ -140,7 +140,7 @@ def main() -> None:
     found = minimize(taught.loss, logs, jac=gradient, method="L-BFGS-B", options={"maxiter": 200}).x
     slowdowns = dict(zip(SLOWDOWNS, np.exp(found), strict=True))
     print("# Seconds over nominal seconds: FLOPs at the dense peak, bytes at the memory's bandwidth, launches at one")
-    print("# overhead each; see predictor/walked_time.py. Made by: python tests/benchmarks/fit_rates.py")
+    print("# overhead each; see predictor/closed_form/walked_time.py. Made by: python tests/benchmarks/fit_rates.py")
     for name, rows in (("taught", taught), ("other", other)):
         error = np.abs(np.exp(np.log(rows.times_s(slowdowns)) - rows.measured) - 1)
         print(f"# {name} half: {len(error)} rows, mean error {error.mean():.1%}, median {np.median(error):.1%}")

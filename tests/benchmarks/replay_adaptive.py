@@ -21,17 +21,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from precision_time.flows.adaptive import BATCH_SHARE, FEWEST_TO_FIT, SMALLEST_BATCH, choose_widest, spread_of
-from precision_time.flows.order import cover_cells, order_cells
-from precision_time.predictor.accuracy import cross_validate
-from precision_time.predictor.answers import CLOSED_FORM_RADIUS
-from precision_time.predictor.domain import TrainingDomain
-from precision_time.predictor.hardware import HardwareSpec
-from precision_time.predictor.hierarchy import HierarchicalPredictor
-from precision_time.predictor.intervals import conformal_radius
-from precision_time.predictor.observations import Observation, observe, observe_table
-from precision_time.predictor.public_table import load_public_table
-from precision_time.predictor.workload import WorkloadFeatures
+from precision_time.flows.campaigns.adaptive import BATCH_SHARE, FEWEST_TO_FIT, SMALLEST_BATCH, choose_widest, spread_of
+from precision_time.flows.planning.order import cover_cells, order_cells
+from precision_time.predictor.answering.answers import CLOSED_FORM_RADIUS
+from precision_time.predictor.learning.domain import TrainingDomain
+from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+from precision_time.predictor.learning.intervals import conformal_radius
+from precision_time.predictor.rows.observations import Observation, observe, observe_table
+from precision_time.predictor.rows.public_table import load_public_table
+from precision_time.predictor.scoring.cross_validation import cross_validate
+from precision_time.predictor.setup.hardware import HardwareSpec
+from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.schema import GridCell
 from precision_time.storage.timings import TimingsDataset
 

@@ -13,13 +13,13 @@ import zlib
 import numpy as np
 import optuna
 
-from precision_time.predictor.features import SETUP_FEATURES, feature_matrix
-from precision_time.predictor.learner import boost, choose_parameters
-from precision_time.predictor.leave_out import SPLITS
-from precision_time.predictor.observations import Observation, observe_table, weigh_rows
-from precision_time.predictor.public_table import load_public_table
-from precision_time.predictor.splits import split_by_group
-from precision_time.predictor.trees import flatten_xgboost
+from precision_time.predictor.learning.boosting import boost, choose_parameters
+from precision_time.predictor.learning.folds import split_by_group
+from precision_time.predictor.learning.splits import SPLITS
+from precision_time.predictor.learning.trees import flatten_xgboost
+from precision_time.predictor.rows.features import SETUP_FEATURES, feature_matrix
+from precision_time.predictor.rows.observations import Observation, observe_table, weigh_rows
+from precision_time.predictor.rows.public_table import load_public_table
 
 TUNED_SPLITS = ("configuration", "source-model-gpu", "leave-model-out", "leave-family-out", "leave-gpu-out")
 FOLDS = 3

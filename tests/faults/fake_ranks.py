@@ -19,10 +19,10 @@ from typing import Any
 
 from precision_time.storage.schema import Environment, GridCell, IterationTiming
 from precision_time.storage.timings import TimingsDataset, write_fragment
-from precision_time.tasks import gangs
-from precision_time.tasks.job import CellReceipt, MeasurementLimits, RankJob
-from precision_time.tasks.rank_process import RankReport
-from precision_time.tasks.ranks import fragment_path
+from precision_time.tasks.gangs import scheduler_plugin as gangs
+from precision_time.tasks.processes.rank_process import RankReport
+from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.ranks.rank import fragment_path
 
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-4c", cpu_model="test", cpu_cores=4, backend="gloo")
 LIMITS = MeasurementLimits(seconds_per_cell=10.0, timeout_s=60.0)
@@ -103,14 +103,14 @@ def exit_cleanly() -> None:
 
 def use_fake_ranks() -> None:
     """Let ``profile_cell`` of this process start these ranks."""
-    from precision_time.tasks import profile
+    from precision_time.tasks.gangs import profile_cell as profile
 
     profile.run_rank, profile.end_ranks = run_rank, end_ranks
 
 
 def measure(client: object, cell: GridCell, *, attempt: int, scratch: Path) -> CellReceipt:
     """One attempt at ``cell`` with these ranks, by the code that measures real ones."""
-    from precision_time.tasks import profile
+    from precision_time.tasks.gangs import profile_cell as profile
 
     use_fake_ranks()
     return profile.profile_cell(
@@ -130,10 +130,10 @@ def measure_all(address: str, folder: str, cells: int) -> None:
     """Measure each cell until it is recorded, by this process or another, and log every lease and every attempt."""
     from distributed import Client
 
-    from precision_time.flows.campaign import measure_cell
-    from precision_time.flows.plan import CampaignPlan, PlannedCell
-    from precision_time.flows.spec import CampaignSpec
-    from precision_time.tasks import profile
+    from precision_time.flows.campaigns.campaign import measure_cell
+    from precision_time.flows.planning.plan import CampaignPlan, PlannedCell
+    from precision_time.flows.planning.spec import CampaignSpec
+    from precision_time.tasks.gangs import profile_cell as profile
 
     use_fake_ranks()
     data = Path(folder) / "data"

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from precision_time.flows.scratch import PREFIX
+from precision_time.flows.clusters.scratch import PREFIX
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tests.faults.prefect_server import PrefectServer
 
@@ -76,7 +76,7 @@ class Campaign:
 
     def wait_for_rank(self) -> None:
         deadline = time.monotonic() + WAIT_S
-        while not any("precision_time.tasks.ranks" in " ".join(command) for command in self.living()):
+        while not any("precision_time.tasks.ranks.rank" in " ".join(command) for command in self.living()):
             assert time.monotonic() < deadline, "no rank was started in time"
             # Each look reads the environment of every process.
             time.sleep(0.2)

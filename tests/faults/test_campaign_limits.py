@@ -27,7 +27,7 @@ SLOW_MODEL = "import time\n\n\ndef make():\n    time.sleep(3600)\n"
 CROWDED_MODEL = """\
 import dataclasses
 
-from precision_time.tasks import conditions
+from precision_time.tasks.ranks import conditions
 from precision_time.tasks.workloads import build_workload
 
 count = conditions.read_cpu_times
@@ -75,7 +75,7 @@ def test_a_second_ctrl_c_stops_the_cell_under_way_and_blames_it_for_nothing(camp
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(3)
     assert process.poll() is None, "one Ctrl-C lets the cell under way finish"
-    assert any("precision_time.tasks.ranks" in " ".join(command) for command in campaign.living())
+    assert any("precision_time.tasks.ranks.rank" in " ".join(command) for command in campaign.living())
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, err
@@ -164,7 +164,7 @@ def test_a_run_cancelled_on_its_page_ends_its_ranks_and_is_shown_as_cancelled(
             flow_id=client.create_flow_from_name("profiling-campaign"),
             name="trial",
             work_pool_name="campaigns",
-            entrypoint="precision_time.flows.campaign:profiling_campaign",
+            entrypoint="precision_time.flows.campaigns.campaign:profiling_campaign",
             path=str(campaign.folder),
             enforce_parameter_schema=False,
         )
@@ -172,7 +172,7 @@ def test_a_run_cancelled_on_its_page_ends_its_ranks_and_is_shown_as_cancelled(
         campaign.wait_for_rank()
         client.set_flow_run_state(run.id, Cancelling())
         deadline = time.monotonic() + CANCELLED_S
-        while any("precision_time.tasks.ranks" in " ".join(command) for command in campaign.living()):
+        while any("precision_time.tasks.ranks.rank" in " ".join(command) for command in campaign.living()):
             assert time.monotonic() < deadline, "the rank is still there"
             time.sleep(0.1)
         deadline = time.monotonic() + WAIT_S

@@ -25,8 +25,9 @@ from distributed import Client, LocalCluster
 from distributed.core import Status
 
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks import gangs, profile
-from precision_time.tasks.leases import gang_state, lease_workers
+from precision_time.tasks.gangs import profile_cell as profile
+from precision_time.tasks.gangs import scheduler_plugin as gangs
+from precision_time.tasks.gangs.leases import gang_state, lease_workers
 from precision_time.tests.faults.prefect_server import PrefectServer
 
 pytestmark = pytest.mark.faults
@@ -419,7 +420,7 @@ def assert_no_rank_is_left(mark: str) -> None:
         for process in marked_processes(mark):
             with contextlib.suppress(psutil.Error):
                 found.append(process.cmdline())
-        return [command for command in found if "precision_time.tasks.ranks" in " ".join(command)]
+        return [command for command in found if "precision_time.tasks.ranks.rank" in " ".join(command)]
 
     wait_until(lambda: not ranks(), within_s=60)
 

@@ -140,8 +140,8 @@ def test_a_better_challenger_replaces_the_champion_a_worse_one_does_not_and_a_ro
 def test_a_night_whose_challenger_is_worse_than_the_champion_ends_completed_with_the_numbers_as_its_reason(
     server: PrefectServer, tmp_path: Path, measure, record
 ) -> None:
-    from precision_time.flows.nightly import nightly_retrain
-    from precision_time.flows.retrain_spec import NightlySpec
+    from precision_time.flows.retraining.nightly import nightly_retrain
+    from precision_time.flows.retraining.spec import NightlySpec
 
     data, registry = str(tmp_path / "timings"), str(tmp_path / "registry")
     with client_of(server) as client:
@@ -161,9 +161,9 @@ def test_a_night_whose_challenger_is_worse_than_the_champion_ends_completed_with
 def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
     server: PrefectServer, tmp_path: Path, measure, record
 ) -> None:
-    from precision_time.flows.automations import AUTOMATIONS, register_automations
-    from precision_time.flows.nightly import nightly_retrain
-    from precision_time.flows.retrain_spec import NightlySpec
+    from precision_time.flows.retraining.nightly import nightly_retrain
+    from precision_time.flows.retraining.spec import NightlySpec
+    from precision_time.flows.stack.automations import AUTOMATIONS, register_automations
 
     data, registry = str(tmp_path / "timings"), str(tmp_path / "registry")
 
@@ -206,9 +206,9 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
     from prefect.events import emit_event
     from prefect.states import Failed, Running
 
-    from precision_time.flows import automations
-    from precision_time.flows.automations import AUTOMATIONS, register_automations
-    from precision_time.flows.predictor_events import announce
+    from precision_time.flows.retraining.predictor_events import announce
+    from precision_time.flows.stack import automations
+    from precision_time.flows.stack.automations import AUTOMATIONS, register_automations
 
     monkeypatch.setattr(automations, "_heartbeat_s", lambda: 3)
     with client_of(server) as client:
@@ -277,7 +277,7 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
 def test_the_script_for_teams_sets_both_periods_and_keeps_them_when_it_runs_again(
     run, server: PrefectServer, tmp_path: Path
 ) -> None:
-    from precision_time.flows.automations import AUTOMATIONS
+    from precision_time.flows.stack.automations import AUTOMATIONS
 
     script = str(Path(__file__).parents[2] / "deploy" / "register.py")
 

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from precision_time.flows.tied_process import tied_command
 from precision_time.storage.registry import Registry
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.process_ties import tied_command
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
@@ -30,7 +30,7 @@ CAMPAIGN = "profiling-campaign/profiling-campaign"
 NIGHTLY = "nightly-retrain/nightly-retrain"
 RETRAIN = "retrain-predictor/retrain-predictor"
 ROLL_BACK = "roll-back/roll-back"
-RANKS = "precision_time.tasks.ranks"
+RANKS = "precision_time.tasks.ranks.rank"
 
 
 def wait_for(condition: Callable[[], Any], *, seconds: float, what: str) -> Any:

@@ -80,8 +80,8 @@ def test_times_for_which_a_server_that_was_off_made_no_run_are_listed_by_the_run
     from prefect.flow_engine import run_flow
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from precision_time.flows.nightly import nightly_retrain
-    from precision_time.flows.retrain_spec import NightlySpec
+    from precision_time.flows.retraining.nightly import nightly_retrain
+    from precision_time.flows.retraining.spec import NightlySpec
 
     record(str(tmp_path / "timings"), measure(models=("mlp",))[:2])
     spec = NightlySpec(data=str(tmp_path / "timings"), registry=str(tmp_path / "registry"))

@@ -15,10 +15,12 @@ import pytest
 from distributed import Client, LocalCluster
 
 from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks import rank_process, warm_starts
-from precision_time.tasks.job import MeasurementLimits, RankJob
-from precision_time.tasks.rank_process import end_ranks, run_rank
-from precision_time.tasks.warm_starts import Templates
+from precision_time.tasks.processes import fork_client as warm_starts
+from precision_time.tasks.processes import rank_process
+from precision_time.tasks.processes.fork_client import Templates
+from precision_time.tasks.processes.rank_process import run_rank
+from precision_time.tasks.processes.running_ranks import end_ranks
+from precision_time.tasks.ranks.job import MeasurementLimits, RankJob
 
 pytestmark = pytest.mark.faults
 
@@ -29,7 +31,7 @@ MIB = 2**20
 #: A worker of the barest kind: it runs the jobs it is named, each in a thread, and stays.
 WORKER = """
 import sys, threading, time
-from precision_time.tasks.rank_process import run_rank
+from precision_time.tasks.processes.rank_process import run_rank
 for path in sys.argv[1:]:
     threading.Thread(target=run_rank, args=(open(path).read(), 0)).start()
 time.sleep(600)
@@ -228,7 +230,8 @@ def test_a_template_that_does_not_answer_is_replaced(tmp_path, templates, monkey
 def test_a_template_that_is_not_fit_to_fork_costs_no_cell(tmp_path, templates, monkeypatch, trouble):
     imports = "import sys, threading, time"
     (tmp_path / "sitecustomize.py").write_text(
-        f"{imports}\nif 'precision_time.tasks.template' in sys.orig_argv:\n    import torch\n    {trouble}\n"
+        f"{imports}\nif 'precision_time.tasks.processes.fork_server' in sys.orig_argv:\n"
+        f"    import torch\n    {trouble}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     assert run(tmp_path / "a", "tells")["cause"] == ""

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from precision_time.flows.cluster import open_cluster
-from precision_time.flows.cluster_settings import SlurmOptions
+from precision_time.flows.clusters.cluster import open_cluster
+from precision_time.flows.clusters.settings import SlurmOptions
 from precision_time.storage.timings import TimingsDataset
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from precision_time.flows.prefect_settings import prepare_prefect
-from precision_time.predictor.hardware import HardwareSpec
+from precision_time.flows.ground.prefect_settings import prepare_prefect
+from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.storage.schema import Environment
-from precision_time.tasks.probe import ProbeReport
+from precision_time.tasks.probing.probe_device import ProbeReport
 
 # Before a test module imports Prefect: no tracking, none of this user's profiles, servers and databases.
 _prefect_home = tempfile.TemporaryDirectory(prefix="prefect-", ignore_cleanup_errors=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from precision_time.__main__ import run
-from precision_time.flows import campaign as campaign_flow
-from precision_time.flows.spec import CampaignSpec
-from precision_time.flows.summary import CampaignResult, FailedCell
-from precision_time.tasks.probe import ProbeReport
+from precision_time.flows.campaigns import campaign as campaign_flow
+from precision_time.flows.campaigns.summary import CampaignResult, FailedCell
+from precision_time.flows.planning.spec import CampaignSpec
+from precision_time.tasks.probing.probe_device import ProbeReport
 
 FILE = """\
 name: trial
@@ -27,7 +27,9 @@ batch_sizes: [8]
 @pytest.fixture
 def file(tmp_path: Path, probe: Callable[[str], ProbeReport], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A good campaign file, on a made-up machine."""
-    monkeypatch.setattr("precision_time.flows.plan._probe_once", lambda cluster, device, settings: probe(device))
+    monkeypatch.setattr(
+        "precision_time.flows.planning.plan._probe_once", lambda cluster, device, settings: probe(device)
+    )
     path = tmp_path / "campaign.yaml"
     path.write_text(f"{FILE}data: {tmp_path / 'data'}\n", encoding="utf-8")
     return path
@@ -35,7 +37,7 @@ def file(tmp_path: Path, probe: Callable[[str], ProbeReport], monkeypatch: pytes
 
 @pytest.fixture
 def without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precision_time.flows.prefect_settings.prefect_api", contextlib.nullcontext)
+    monkeypatch.setattr("precision_time.flows.ground.prefect_settings.prefect_api", contextlib.nullcontext)
 
 
 def answer_with(result: CampaignResult, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +183,7 @@ def test_a_prefect_api_that_does_not_answer_is_bad_input(file: Path, capsys: pyt
 def test_probe_prints_the_device_as_text_and_as_json(
     device: ProbeReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precision_time.tasks.probe.probe_device", lambda wanted: device)
+    monkeypatch.setattr("precision_time.tasks.probing.probe_device.probe_device", lambda wanted: device)
     assert run(["probe", "--device", "cpu"]) == 0
     assert "not supported: fp8 (needs Hopper or newer)" in capsys.readouterr().out
     assert run(["probe", "--json"]) == 0
@@ -199,9 +201,9 @@ def timed(device: ProbeReport, monkeypatch: pytest.MonkeyPatch) -> list[tuple[st
         asked.append((model, list(settings), steps, rounds))
         return {(name, batch): [batch / 80 / (2 if name != "fp32" else 1)] * steps for name, batch in settings}, {}
 
-    monkeypatch.setattr("precision_time.tasks.probe_model.time_settings", time_settings)
-    monkeypatch.setattr("precision_time.tasks.probe_model.probe_device", lambda wanted: device)
-    for module in ("tasks.probe_model", "predictor.calibrate"):
+    monkeypatch.setattr("precision_time.tasks.probing.probe_model.time_settings", time_settings)
+    monkeypatch.setattr("precision_time.tasks.probing.probe_model.probe_device", lambda wanted: device)
+    for module in ("tasks.probing.probe_model", "predictor.answering.calibration"):
         monkeypatch.setattr(f"precision_time.{module}.standing_artifact", lambda: (None, ""))
     return asked
 

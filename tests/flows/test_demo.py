@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from precision_time.flows.campaigns.summary import CampaignResult
 from precision_time.flows.demo import CAMPAIGN, HOLDOUT_MODEL, LEFT_OUT, predict_in_new_process, summarise
-from precision_time.flows.spec import CampaignSpec, read_campaign
-from precision_time.flows.summary import CampaignResult, RetrainResult
+from precision_time.flows.planning.spec import CampaignSpec, read_campaign
+from precision_time.flows.retraining.result import RetrainResult
 from precision_time.storage.errors import PrecisionTimeError
 from precision_time.storage.schema import GridCell, Measurement
 

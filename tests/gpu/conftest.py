@@ -85,7 +85,7 @@ def _profile_block(loop: Any, size: int, *, folder: Path) -> tuple[list[dict[str
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from precision_time.tasks.trace_sample import RangedClock
+    from precision_time.tasks.ranks.chrome_trace import RangedClock
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     own = loop.clock

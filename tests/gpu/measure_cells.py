@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 
 from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.job import MeasurementLimits
-from precision_time.tasks.probe import ProbeReport, probe_device
-from precision_time.tasks.record import record_cell
-from precision_time.tasks.single_rank import profile_here
+from precision_time.tasks.gangs.record_cell import record_cell
+from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
+from precision_time.tasks.processes.single_rank import profile_here
+from precision_time.tasks.ranks.job import MeasurementLimits
 
 MODELS = {"resnet50": (32, 64, 128), "bert_base": (8, 16, 32), "gpt2": (2, 4, 8), "vit_b16": (16, 32, 64)}
 PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")

@@ -16,10 +16,10 @@ class Subject:
     """One model in training, by our loop and by hand."""
 
     def __init__(self, device) -> None:
-        from precision_time.predictor.precision import parse_precision
-        from precision_time.tasks.job import MeasurementLimits
-        from precision_time.tasks.loop import TimedLoop
-        from precision_time.tasks.policies import apply_precision
+        from precision_time.predictor.setup.precision import parse_precision
+        from precision_time.tasks.ranks.job import MeasurementLimits
+        from precision_time.tasks.ranks.policies import apply_precision
+        from precision_time.tasks.ranks.timed_loop import TimedLoop
         from precision_time.tasks.workloads import build_workload
 
         self.workload = build_workload(MODEL)

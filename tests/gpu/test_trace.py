@@ -142,10 +142,10 @@ def test_the_ranges_of_a_profiled_block_are_its_phases(profile_block, read_phase
     """The loop and the profiler are real; the device is made up: a second for each operation of a kind."""
     import torch
 
-    from precision_time.predictor.precision import PRECISIONS
-    from precision_time.tasks.job import MeasurementLimits
-    from precision_time.tasks.loop import TimedLoop
-    from precision_time.tasks.policies import apply_precision
+    from precision_time.predictor.setup.precision import PRECISIONS
+    from precision_time.tasks.ranks.job import MeasurementLimits
+    from precision_time.tasks.ranks.policies import apply_precision
+    from precision_time.tasks.ranks.timed_loop import TimedLoop
     from precision_time.tasks.workloads import OPTIMIZERS, Workload
 
     cpu = torch.device("cpu")

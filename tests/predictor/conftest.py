@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from precision_time.predictor import blending, learner
-from precision_time.predictor.artifact import load_artifact
-from precision_time.predictor.hierarchy import HierarchicalPredictor
-from precision_time.predictor.observations import Observation, observe
+from precision_time.predictor.answering.artifact import load_artifact
+from precision_time.predictor.learning import blending
+from precision_time.predictor.learning import boosting as learner
+from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.storage.schema import Measurement
 
 Factor = Callable[[Measurement], float]
@@ -104,7 +105,7 @@ def large_predictor(many_rows: list[Observation]) -> HierarchicalPredictor:
 def _no_bundle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without a registry the closed forms answer here; tests of what ships carry the mark ``bundle``."""
     if "bundle" not in request.keywords:
-        monkeypatch.setattr("precision_time.predictor.artifact.BUNDLE", tmp_path / "no-bundle")
+        monkeypatch.setattr("precision_time.predictor.answering.artifact.BUNDLE", tmp_path / "no-bundle")
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from precision_time import predict_time
 from precision_time.predictor import api
-from precision_time.predictor.artifact import PublishedPredictor
-from precision_time.predictor.blending import Blend
+from precision_time.predictor.answering.artifact import PublishedPredictor
+from precision_time.predictor.learning.blending import Blend
 from precision_time.storage.errors import InputError, UnknownNameError
 from precision_time.storage.manifests import ArtifactManifest
 

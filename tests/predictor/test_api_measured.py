@@ -50,7 +50,7 @@ def test_a_saved_calibration_answers_as_its_rows_do(tmp_path):
 
 
 def test_a_calibration_brings_the_device_it_was_measured_on(tmp_path):
-    from precision_time.predictor.hardware import find_hardware
+    from precision_time.predictor.setup.hardware import find_hardware
 
     device = dataclasses.replace(find_hardware("A100-SXM4-80GB"), name="My-A100")
     path = tmp_path / "calibration.json"

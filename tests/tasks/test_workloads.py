@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from precision_time.predictor.workload import known_workloads
+from precision_time.predictor.workloads.workload import known_workloads
 from precision_time.storage.errors import InputError, UnknownNameError
 from precision_time.tasks.workloads import BUILDERS, OPTIMIZERS, build_workload, count_card
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from precision_time.predictor.walk import Walk
-from precision_time.predictor.zoo import ZooTable
+from precision_time.predictor.workloads.walk import Walk
+from precision_time.predictor.workloads.zoo import ZooTable
 from precision_time.tasks.zoo.build import WALKS, build_zoo, read_walks
 from precision_time.tasks.zoo.networks import Missing
 from precision_time.tasks.zoo.table import write_zoo

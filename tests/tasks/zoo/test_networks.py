@@ -4,13 +4,13 @@ from torch import nn
 
 from precision_time.storage.errors import InputError
 from precision_time.tasks.zoo.build import walk_network
-from precision_time.tasks.zoo.networks import build_light, count_params, label_loss
-from precision_time.tasks.zoo.transformers_networks import (
+from precision_time.tasks.zoo.libraries.transformers_networks import (
     Configuration,
     find_transformers,
     network_of,
     read_configurations,
 )
+from precision_time.tasks.zoo.networks import build_light, count_params, label_loss
 
 
 def _configuration(**changes):

@@ -1,0 +1,1 @@
+"""A campaign while it runs: which cell starts when, what terminals and pages show, and its report."""

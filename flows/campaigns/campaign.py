@@ -1,0 +1,392 @@
+"""profiling_campaign: the missing cells of a grid, each a task of Prefect, profiled and recorded whole."""
+
+import contextvars
+import functools
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from prefect import State, flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, Completed, Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+from rich.console import Console
+
+from precision_time.flows.campaigns.adaptive import choose_adaptively
+from precision_time.flows.campaigns.final_report import CampaignPages, retrain_after
+from precision_time.flows.campaigns.interrupts import catch_interrupts
+from precision_time.flows.campaigns.live_grid import LiveGrid
+from precision_time.flows.campaigns.measuring import (
+    INTERRUPTED,
+    CellNotStartedError,
+    MeasuredCells,
+    measure_missing,
+    watch_wait,
+)
+from precision_time.flows.campaigns.progress import CampaignProgress
+from precision_time.flows.campaigns.summary import CampaignResult, summarise
+from precision_time.flows.campaigns.terminal import (
+    describe_plan,
+    describe_result,
+    log_of_run,
+    print_plan,
+    print_result,
+    say,
+)
+from precision_time.flows.clusters.cluster import Client, check_scratch, open_cluster
+from precision_time.flows.clusters.scratch import open_scratch
+from precision_time.flows.clusters.settings import is_local
+from precision_time.flows.ground.plain_failures import fail_plainly
+from precision_time.flows.planning.budget import Budget
+from precision_time.flows.planning.changes import limits_of, note_measured, note_settings
+from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
+from precision_time.flows.planning.spec import CampaignSpec
+from precision_time.predictor.answering.estimate import format_duration
+from precision_time.storage.errors import ClusterLostError, NoWorkersError, StorageError, printable
+from precision_time.storage.schema import CellOutcome
+from precision_time.storage.timings import TimingsDataset
+from precision_time.tasks.casgd_cells.cells import environment_of, is_glm
+from precision_time.tasks.casgd_cells.profile import profile_glm_cell
+from precision_time.tasks.gangs.leases import LeaseWait
+from precision_time.tasks.gangs.profile_cell import profile_cell
+from precision_time.tasks.gangs.record_cell import outcome_of, record_cell
+from precision_time.tasks.ranks.job import CellReceipt, TraceLimits
+from precision_time.tasks.ranks.refusals import refuse_unstarted
+
+__all__ = ["measure_cell", "profiling_campaign", "run_campaign"]
+
+#: JSON of one cell's trace; what viewers open without trouble.
+MAX_TRACE_BYTES = 64 * 2**20
+#: Threads that Prefect may run cells in; how many do is the campaign's ``cells_at_once``.
+MOST_AT_ONCE = 256
+
+#: Where the result of a run goes that nobody can ask Prefect for, because its API has gone away meanwhile.
+_finished: contextvars.ContextVar[list[CampaignResult] | None] = contextvars.ContextVar("finished", default=None)
+
+
+#: Models that the name of a run has room for.
+_NAMED = 3
+
+
+def _name_run() -> str:
+    """What the run measures, for lists of runs; Prefect asks before there is a plan."""
+    spec: CampaignSpec = flow_run.parameters["spec"]
+    more = f" and {len(spec.models) - _NAMED} more" if len(spec.models) > _NAMED else ""
+    widest = max(spec.gpus)
+    return (
+        f"{spec.name}: {len(spec.cells())} cells of {', '.join(spec.models[:_NAMED])}{more}, "
+        f"up to {widest} rank{'s' if widest > 1 else ''}"
+    )
+
+
+@flow(
+    name="profiling-campaign",
+    flow_run_name=_name_run,
+    result_serializer="json",
+    persist_result=False,
+    task_runner=cast(Any, ThreadPoolTaskRunner(max_workers=MOST_AT_ONCE)),
+)
+@fail_plainly
+def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignResult]:
+    """Measure the cells of the campaign that the dataset does not have yet, and record each of them whole.
+
+    Running it again resumes it. Cells that fail are recorded with their cause and never stop their neighbours. A limit
+    of the campaign, or one Ctrl-C, ends it after the cells under way; a second Ctrl-C or a cancelled run stops them.
+    With ``retrain_after`` a retraining on all of the data follows, as a run inside this one.
+    """
+    log = log_of_run()
+    started = time.monotonic()
+    log.info("planning: looking at the data folder and the device")
+    plan = plan_campaign(spec)
+    dataset = TimingsDataset(spec.data)
+    if _set_damaged_aside(dataset) + _refuse_unstarted(plan, dataset):
+        plan = plan_campaign(spec)
+    dataset.write_card("hardware", plan.device.hardware.name, plan.device.hardware.to_dict())
+    log.info("%s; data: %s", describe_plan(plan), spec.data)
+    pages = CampaignPages(plan)
+    measured = MeasuredCells()
+    if plan.cells_to_measure:
+        note_settings(spec)
+        measured = _measure_on_cluster(plan, dataset, pages=pages, started=started)
+    rows = Counter(dataset.read()["cell_id"].to_pylist())
+    result = summarise(
+        plan, measured.outcomes, rows=rows, duration_s=time.monotonic() - started, ended_by=measured.ended_by
+    )
+    _keep_result(result)
+    pages.conclude(result, dataset=dataset)
+    log.info("%s", describe_result(result))
+    if (retraining := retrain_after(spec, result)) is not None:
+        log.info("retraining: %s; %s", retraining.status, "; ".join(retraining.reasons))
+        result = result.model_copy(update={"retraining": retraining})
+        _keep_result(result)
+        pages.report(result)
+    if result.status == "complete":
+        if result.retraining is not None and result.retraining.status == "failed":
+            return Completed(name="Retraining failed", message="all cells are recorded", data=result)
+        return result
+    message = f"{result.cells_recorded} of {result.cells_planned} cells are recorded"
+    if result.status == "partial":
+        name = "Ended early" if result.ended_by else "Completed with failures"
+        return Completed(name=name, message=f"{message}; {result.end}" if result.end else message, data=result)
+    return Failed(message=message, data=result)
+
+
+def _keep_result(result: CampaignResult) -> None:
+    if (finished := _finished.get()) is not None:
+        finished[:] = [result]
+
+
+def _set_damaged_aside(dataset: TimingsDataset) -> int:
+    """Move damaged timings out of the way, so that their cells count as missing; returns how many there were."""
+    dataset.read()
+    damaged = dataset.unsound_files
+    for path, reason in damaged:
+        _announce(f"{path} is damaged and was moved to {dataset.set_aside(path, reason)}; its cell is measured again")
+    return len(damaged)
+
+
+def _refuse_unstarted(plan: CampaignPlan, dataset: TimingsDataset) -> int:
+    """Record the cells that need no try to be refused, without a cluster; returns how many there were."""
+    receipts = [
+        refuse_unstarted(
+            planned.cell, attempt=dataset.next_attempt(planned.cell_id), environment=plan.device.environment
+        )
+        for planned in plan.cells
+        if planned.state == "will be refused"
+    ]
+    for receipt in receipts:
+        if receipt is not None:
+            record_cell(dataset, receipt)
+    return len(receipts)
+
+
+def _announce(text: str) -> None:
+    """Say it to whoever watches the terminal, and to whoever looks at the run later."""
+    say(text)
+    log_of_run().info("%s", printable(text))
+
+
+def _measure_on_cluster(
+    plan: CampaignPlan, dataset: TimingsDataset, *, pages: CampaignPages, started: float
+) -> MeasuredCells:
+    spec = plan.spec
+    widest = max(planned.cell.world_size for planned in plan.missing)
+    workers = max(widest, min(plan.device.device_count, widest * plan.at_once)) if is_local(spec.cluster) else widest
+    with (
+        CampaignProgress(plan) as progress,
+        open_scratch(cluster=spec.cluster, data=spec.data, scratch=spec.scratch) as scratch,
+        open_cluster(
+            plan.device.environment.device_type, workers, cluster=spec.cluster, slurm=spec.slurm,
+            wait_s=spec.workers_timeout,
+        ) as client,
+        LiveGrid(
+            plan, dataset=dataset, table=pages.table, bar=pages.bar, fraction=lambda: progress.fraction
+        ) as live,
+        catch_interrupts() as interrupts,
+    ):  # fmt: skip
+        check_scratch(client, scratch)
+
+        def measure(planned: PlannedCell) -> CellOutcome:
+            watch = watch_wait(planned, progress=progress, interrupts=interrupts)
+            with live.show_cell(planned) as show_outcome:
+                return show_outcome(
+                    measure_cell(planned, plan=plan, dataset=dataset, client=client, scratch=scratch, watch=watch)
+                )
+
+        measured = measure_missing(
+            plan,
+            measure=measure,
+            progress=progress,
+            after_cell=live.wake,
+            choose=choose_adaptively(plan, dataset) if spec.budget_cells else None,
+            budget=Budget.of(spec),
+            at_once=plan.at_once,
+            submit=_submit_task,
+            interrupts=interrupts,
+            started=started,
+        )
+    # Nobody else writes it any more: the last cell came out since.
+    pages.bar.update(progress.fraction)
+    return measured
+
+
+# The cell's own identity decides what is measured again, so Prefect must neither cache nor retry; rows never pass
+# through it, only this small outcome.
+@task(
+    name="profile-cell",
+    task_run_name="{label}",
+    cache_policy=NO_CACHE,
+    retries=0,
+    persist_result=False,
+    result_serializer="json",
+)
+@fail_plainly
+def profile_cell_task(label: str, measure: Callable[[], CellOutcome]) -> CellOutcome | State[CellOutcome]:
+    """One attempt at the cell ``label``; the run is shown as failed when the cell failed."""
+    try:
+        outcome = measure()
+    except CellNotStartedError as error:
+        return Cancelled(message=str(error))
+    log, taken = log_of_run(), format_duration(outcome.duration_s)
+    if outcome.status == "recorded":
+        # Without rows others recorded it, which has been said.
+        if outcome.rows:
+            log.info("%s: recorded, %d rows in %s", label, outcome.rows, taken)
+        return outcome
+    cause = printable(f"{outcome.cause}: {outcome.message}")
+    log.warning("%s: %s after %s, %s", label, outcome.status, taken, cause)
+    # Without the outcome, which Prefect would write out in the log; the campaign has it from ``measure``.
+    return Failed(message=cause)
+
+
+def _submit_task(planned: PlannedCell, run: Callable[[], CellOutcome]) -> "Future[Any]":
+    """Start ``run`` as a task of the flow in a thread of its runner."""
+    future: Any = profile_cell_task.submit(planned.cell.label, run)
+    wrapped: Future[Any] = future.wrapped_future
+    return wrapped
+
+
+def run_campaign(
+    spec: CampaignSpec, *, console: Console | None = None, report: Callable[[CampaignResult], None] | None = None
+) -> CampaignResult:
+    """Run the flow here and return its result, whatever its status; what stops a whole campaign is raised.
+
+    With ``console`` the plan is printed before and the result after; ``report`` gets the result as well. Raises
+    ``KeyboardInterrupt`` after a Ctrl-C, when the cells under way were finished and everything was written.
+    """
+    plan = plan_campaign(spec) if console is not None else None
+    if plan is not None and console is not None:
+        print_plan(plan, console=console)
+    result = _run_flow(spec)
+    if plan is not None and console is not None:
+        print_result(plan, result, console=console)
+    if report is not None:
+        report(result)
+    if result.ended_by == INTERRUPTED:
+        raise KeyboardInterrupt
+    return result
+
+
+def _run_flow(spec: CampaignSpec) -> CampaignResult:
+    finished: list[CampaignResult] = []
+    token = _finished.set(finished)
+    try:
+        state: State[Any] = profiling_campaign(spec, return_state=True)
+        result = state.result(raise_on_failure=False)
+    except Exception as error:
+        if not finished:
+            raise
+        say(f"Prefect does not know how the run ended: {type(error).__name__}: {error}")
+        return finished[0]
+    finally:
+        _finished.reset(token)
+    if isinstance(result, BaseException):
+        raise result
+    return CampaignResult.model_validate(result)
+
+
+def measure_cell(
+    planned: PlannedCell,
+    *,
+    plan: CampaignPlan,
+    dataset: TimingsDataset,
+    client: Client,
+    scratch: Path,
+    watch: Callable[[LeaseWait], None] | None = None,
+) -> CellOutcome:
+    """One attempt at one cell, recorded whether it went well or not; none where another campaign has recorded it.
+
+    Campaigns on one scheduler and the same data measure a cell one after the other, so that the second finds it
+    recorded. An outcome of status ``recorded`` without rows is of a cell that others recorded. ``watch`` is told of a
+    wait for workers. Raises only what concerns every cell that follows: ``StorageError`` (a full disk),
+    ``ClusterLostError`` and ``NoWorkersError``, and what ``watch`` raises as ``CellNotStartedError``.
+    """
+    environment = environment_of(planned.cell, plan.device.environment)
+    started = time.monotonic()
+    make_receipt = functools.partial(
+        CellReceipt,
+        cell=planned.cell,
+        cell_id=planned.cell_id,
+        environment=environment,
+        started_at=time.time(),
+        host=platform.node(),
+    )
+    earlier = make_receipt(attempt=1, status="recorded", duration_s=0.0)
+    if planned.cell_id in dataset.recorded_cells():
+        return _find_earlier(planned, dataset, otherwise=earlier)
+    if is_glm(planned.cell.model):
+        profile = profile_glm_cell
+    else:
+        profile = functools.partial(profile_cell, trace=_limit_trace(plan.spec, dataset))
+    outcomes: list[CellOutcome] = []
+
+    def begin() -> int:
+        if planned.cell_id in dataset.recorded_cells():
+            raise _RecordedMeanwhileError
+        return dataset.next_attempt(planned.cell_id)
+
+    try:
+        profile(
+            planned.cell,
+            # Asked with the workers held: others may have recorded it, or failed at it, during the wait for them.
+            attempt=begin,
+            environment=environment,
+            limits=limits_of(plan.spec),
+            client=client,
+            scratch=scratch,
+            watch=watch,
+            claim=f"{dataset.url} {planned.cell_id}",
+            alone=plan.is_one_per_host,
+            keep=lambda receipt: outcomes.append(record_cell(dataset, receipt)),
+        )
+    except _RecordedMeanwhileError:
+        return _find_earlier(planned, dataset, otherwise=earlier)
+    except (StorageError, ClusterLostError, NoWorkersError, CellNotStartedError):
+        raise
+    except Exception as error:
+        # A cluster or a fragment can break in ways nobody listed; the cell pays, not the campaign.
+        if not outcomes:
+            receipt = make_receipt(
+                attempt=dataset.next_attempt(planned.cell_id),
+                status="failed",
+                cause="exception",
+                message=f"{type(error).__name__}: {error}",
+                duration_s=time.monotonic() - started,
+            )
+            outcomes.append(record_cell(dataset, receipt))
+    (outcome,) = outcomes
+    if outcome.rows:
+        note_measured(plan.spec, planned.cell_id)
+    elif outcome.status == "recorded":
+        _announce(f"{planned.cell.label}: {outcome.message}")
+    return outcome
+
+
+def _limit_trace(spec: CampaignSpec, dataset: TimingsDataset) -> TraceLimits | None:
+    """How large the trace of the next cell may be: a viewer's limit, and what the quota has left."""
+    if not spec.traced_steps:
+        return None
+    # JSON is some ten times what it takes on disk, so a trace within this never goes beyond the quota.
+    left = max(0, spec.max_trace_bytes - dataset.trace_bytes())
+    return TraceLimits(steps=spec.traced_steps, max_bytes=min(MAX_TRACE_BYTES, left))
+
+
+class _RecordedMeanwhileError(Exception):
+    """Another campaign has recorded the cell that this one was about to measure."""
+
+
+def _find_earlier(planned: PlannedCell, dataset: TimingsDataset, *, otherwise: CellReceipt) -> CellOutcome:
+    """What another campaign on the same data came to; ``otherwise`` where it died before it could write that down.
+
+    Without rows: none of them are of this run.
+    """
+    message = "recorded by another campaign meanwhile"
+    _announce(f"{planned.cell.label}: {message}")
+    outcomes = [seen for seen in dataset.outcomes(cells={planned.cell_id}) if seen.status == "recorded"]
+    return replace(outcomes[-1] if outcomes else outcome_of(otherwise), rows=0, message=message)

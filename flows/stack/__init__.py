@@ -1,0 +1,1 @@
+"""The product as services on one machine: `up`, `doctor`, Prefect's deployments and automations."""

@@ -1,0 +1,375 @@
+"""Closed forms of what ranks say to each other under every kind of parallelism."""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from precision_time.predictor.closed_form.collectives import collective_time_s
+from precision_time.predictor.closed_form.overlap import estimate_overlap, expose_pieces, time_bubble, weigh_last_stage
+from precision_time.predictor.closed_form.roofline import ComputeEstimate, expert_params
+from precision_time.predictor.setup.hardware import HardwareSpec
+from precision_time.predictor.setup.implementation import Implementation
+from precision_time.predictor.setup.parallelism import Parallelism
+from precision_time.predictor.setup.precision import FORMAT_BYTES, Precision
+from precision_time.predictor.workloads.workload import WorkloadFeatures
+
+__all__ = ["CommunicationEstimate", "Group", "TransformerSizes", "count_crossings", "estimate_communication",
+           "place_group", "size_transformer", "time_replication"]  # fmt: skip
+
+#: Shares of the time in flight that are not hidden behind compute. A tensor-parallel layer needs the sum before it
+#: goes on; the key-value ring overlaps a part of attention; a plain 1F1B schedule waits for its neighbours while an
+#: interleaved one posts its transfers ahead (Narayanan et al., 2021): set by reasoning, not fitted. The share of the
+#: exchange of tokens makes expert groups of one and of several nodes equally far off in the mixtures of experts of
+#: NVIDIA-NeMo/Megatron-Bridge.
+TENSOR_EXPOSED_SHARE = 1.0
+CONTEXT_EXPOSED_SHARE = 0.5
+EXPERT_EXPOSED_SHARE = 0.5
+PIPELINE_EXPOSED_SHARE = 1.0
+INTERLEAVED_EXPOSED_SHARE = 0.2
+
+#: Parameters of a gradient bucket of Megatron-LM: max(40 million, 1 million x data-parallel ranks)
+#: (megatron/core/distributed/distributed_data_parallel_config.py).
+MEGATRON_BUCKET_PARAMS = 40_000_000
+MEGATRON_BUCKET_PARAMS_PER_RANK = 1_000_000
+
+#: Width of an attention head that is taken where a transformer's sizes are not known, as in GPT-3 and Llama.
+HEAD_WIDTH = 128
+
+#: Seconds the interpreter of ``nn.DataParallel`` spends on one parameter tensor for each device: replicas are built and
+#: gradients summed tensor by tensor. Over 13 networks of 32 to 484 tensors on A100 the second device adds 0.14 to
+#: 0.29 ms a tensor (median 0.19) and each further one 0.07 to 0.15 (median 0.10); on other cards as much where the
+#: link is not the limit (ryujaehun/pytorch-gpu-benchmark 3f47a9e).
+REPLICATION_HOST_S = 1e-4
+
+
+class Group(NamedTuple):
+    """Ranks of one communicator: how many, on how many nodes, with which share of a node's network for each group."""
+
+    ranks: int
+    nodes: int
+    network_share: float
+
+
+class TransformerSizes(NamedTuple):
+    """Layers, width of the residual stream, width of keys plus values, tokens of a sample, experts at work."""
+
+    layers: float
+    hidden: float
+    key_value: float
+    tokens: float
+    active_experts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationEstimate:
+    """Seconds of one optimizer step on one rank.
+
+    ``model_s`` is in flight between tensor, context, expert and pipeline ranks, ``data_s`` between the replicas;
+    ``exposed_s`` is the part of both that compute does not hide. ``bubble_s`` is spent idle by a pipeline rank.
+    """
+
+    model_s: float
+    data_s: float
+    exposed_s: float
+    bubble_s: float
+    bucket_count: int
+
+
+def place_group(size: int, *, stride: int, ranks_per_node: int) -> Group:
+    """Where the ``size`` ranks of a group lie that are ``stride`` apart, when nodes hold ``ranks_per_node`` each.
+
+    The other groups of the same kind on a node talk at the same time, so each has its members' share of the node's
+    network. Ranks are rounded up to the same number on each node.
+    """
+    inside = max(1, min(size, ranks_per_node // stride))
+    nodes = -(-size // inside)
+    inside = -(-size // nodes)
+    return Group(inside * nodes, nodes, min(1.0, inside / ranks_per_node) if nodes > 1 else 1.0)
+
+
+def size_transformer(workload: WorkloadFeatures) -> TransformerSizes:
+    """Sizes of a transformer, estimated where the card does not name them.
+
+    A decoder layer has about 12 H^2 parameters (4 in attention, 8 in the feed-forward block) and models have about
+    H / 128 layers, so P = 12 L H^2 gives H = (128 P / 12)^(1/3); with L known H = (P / 12 L)^(1/2). A token costs
+    2 P FLOPs, so a sample has F / 2P tokens. For other networks these are widths of the same order, no more.
+
+    Source: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), for 12 L H^2 and 2 P.
+    """
+    params = workload.active_params or workload.params
+    if workload.hidden_size:
+        hidden = float(workload.hidden_size)
+    elif workload.layers:
+        hidden = math.sqrt(params / (12 * workload.layers))
+    else:
+        hidden = (HEAD_WIDTH * params / 12) ** (1 / 3)
+    heads = workload.heads or 1
+    return TransformerSizes(
+        layers=workload.layers or max(1.0, params / (12 * hidden * hidden)),
+        hidden=hidden,
+        key_value=2 * hidden * (workload.kv_heads or heads) / heads,
+        tokens=workload.sequence_length or max(1.0, workload.forward_flops_per_sample / (2 * params)),
+        active_experts=workload.active_experts or 1,
+    )
+
+
+def _narrow(hardware: HardwareSpec, **changes: float | None) -> HardwareSpec:
+    """``hardware`` with fields changed that stay in their range."""
+    # dataclasses.replace would check every field again, at the cost of all other closed forms together.
+    changed = copy.copy(hardware)
+    for name, value in changes.items():
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def _join_domains(hardware: HardwareSpec, *, world: int, nodes: int) -> tuple[HardwareSpec, int]:
+    """The hardware and number of nodes where all nodes that share NVLink count as one.
+
+    A group of ranks far apart may cross domains although it would fit one, so this cannot be left to the collective.
+    """
+    if hardware.nvlink_domain is None:
+        return hardware, nodes
+    domains = min(nodes, -(-world // hardware.nvlink_domain))
+    joined = _narrow(
+        hardware,
+        nvlink_domain=None,
+        gpus_per_node=hardware.nvlink_domain,
+        network_bytes_per_s=hardware.network_bytes_per_s * nodes / domains,
+    )
+    return joined, domains
+
+
+def _share_network(hardware: HardwareSpec, group: Group) -> HardwareSpec:
+    """The hardware as a group sees it that has only a share of each node's network."""
+    if group.network_share == 1.0:
+        return hardware
+    return _narrow(hardware, network_bytes_per_s=hardware.network_bytes_per_s * group.network_share)
+
+
+def _time_collective(kind: str, message_bytes: float, group: Group, hardware: HardwareSpec) -> float:
+    if message_bytes == 0:
+        return 0.0
+    return collective_time_s(kind, message_bytes, ranks=group.ranks, nodes=group.nodes, hardware=hardware)
+
+
+def count_crossings(chosen: int, *, nodes: int) -> float:
+    """Copies of a token that leave its rank, over those chosen: one a node where experts lie on several nodes.
+
+    Of ``chosen`` experts drawn evenly over N nodes an expected (N - 1) (1 - (1 - 1/N)^k) other nodes hold one or more,
+    where k (1 - 1/N) copies would cross without merging those to one node. One for a single node.
+
+    Source: the dispatch of deepseek-ai/DeepEP, which sends a token to each node once.
+    """
+    if nodes == 1:
+        return 1.0
+    return (nodes - 1) * (1 - (1 - 1 / nodes) ** chosen) / (chosen * (1 - 1 / nodes))
+
+
+def _time_layers(
+    workload: WorkloadFeatures,
+    hardware: HardwareSpec,
+    precision: Precision,
+    parallelism: Parallelism,
+    *,
+    batch_size: int,
+    ranks_per_node: int,
+    recomputes: bool,
+) -> tuple[float, float]:
+    """Seconds in flight, and exposed, between the ranks of one replica in one micro-step.
+
+    With b bytes an activation and B S/c H values in a layer's output: tensor ranks sum them twice forward and twice
+    backward, or scatter and gather the same volume (sequence parallelism); context ranks gather keys and values
+    forward, and backward gather them again and scatter their gradients; expert ranks exchange the tokens, once for
+    each expert (or node of such) that works on them, before and after the experts, in both passes. A full
+    recomputation repeats the forward part. Each chunk of a pipeline sends one output forward and its gradient
+    backward, divided over the tensor ranks.
+    """
+    sizes = size_transformer(workload)
+    tensor, context, expert = parallelism.tensor, parallelism.context, parallelism.expert
+    layers = sizes.layers / parallelism.pipeline
+    passes = 3 if recomputes else 2
+    row_bytes = batch_size * sizes.tokens * FORMAT_BYTES[precision.activations]
+    output_bytes = row_bytes * sizes.hidden / context
+    # kind, bytes, times, ranks, ranks between neighbours, exposed share
+    calls: list[tuple[str, float, float, int, int, float]] = []
+    if tensor > 1:
+        calls.append(("all_reduce", output_bytes, layers * passes * 2, tensor, 1, TENSOR_EXPOSED_SHARE))
+    if context > 1:
+        gathered = row_bytes * sizes.key_value / tensor
+        calls.append(("all_gather", gathered, layers * (passes + 1), context, tensor, CONTEXT_EXPOSED_SHARE))
+    if expert > 1:
+        nodes = place_group(expert, stride=1, ranks_per_node=ranks_per_node).nodes
+        chosen = sizes.active_experts
+        sent = output_bytes * chosen * count_crossings(chosen, nodes=nodes) / tensor
+        calls.append(("all_to_all", sent, layers * passes * 2, expert, 1, EXPERT_EXPOSED_SHARE))
+    if parallelism.pipeline > 1:
+        chunks = parallelism.virtual_stages
+        share = PIPELINE_EXPOSED_SHARE if chunks == 1 else INTERLEAVED_EXPOSED_SHARE
+        stride = tensor * context * parallelism.data
+        calls.append(("point_to_point", output_bytes / tensor, 2 * chunks, 2, stride, share))
+    in_flight = exposed = 0.0
+    for kind, message_bytes, times, ranks, stride, share in calls:
+        group = place_group(ranks, stride=stride, ranks_per_node=ranks_per_node)
+        spent = times * _time_collective(kind, message_bytes, group, _share_network(hardware, group))
+        in_flight += spent
+        exposed += share * spent
+    return in_flight, exposed
+
+
+def _time_replicas(
+    workload: WorkloadFeatures,
+    hardware: HardwareSpec,
+    precision: Precision,
+    parallelism: Parallelism,
+    *,
+    forward_s: float,
+    backward_s: float,
+    micro_steps: int,
+    ranks_per_node: int,
+    trainable_share: float,
+) -> tuple[float, float, int]:
+    """Seconds in flight, and exposed, between replicas in one step, and the number of pieces.
+
+    Without sharding the last backward pass hides the all-reduce of the gradients. Sharded optimizers scatter the
+    gradients (each micro-step when these are sharded too) behind the backward pass and gather the updated
+    parameters behind the next forward pass. Sharded parameters are gathered for the forward and for the backward
+    pass of each micro-step, ahead of their layer. Gradients travel in the policy's wire format (fp32 for autocast
+    and fp8, as Megatron-LM and FSDP sum them by default), parameters in the compute format, no narrower than one
+    byte. Experts have fewer replicas than the rest, on ranks an expert group apart.
+
+    Source: Rajbhandari et al., "ZeRO" (2020); Zhao et al., "PyTorch FSDP" (2023).
+    """
+    tensor, pipeline, expert = parallelism.tensor, parallelism.pipeline, parallelism.expert
+    replicas = parallelism.data * parallelism.context
+    inside = expert_params(workload) if expert > 1 else 0.0
+    parts = [((workload.params - inside) / (tensor * pipeline), replicas, tensor)]
+    if inside:
+        over = max(expert, tensor)
+        parts.append((inside / (over * pipeline), max(1, replicas * tensor // over), over))
+    wire, gathered = FORMAT_BYTES[precision.communicate], max(1.0, FORMAT_BYTES[precision.compute])
+    sharding = parallelism.sharding
+    reduce_kind = "all_reduce" if sharding == "none" else "reduce_scatter"
+    reduce_s = gather_s = 0.0
+    pieces = 0
+    for params, ranks, stride in parts:
+        if ranks == 1:
+            continue
+        group = place_group(ranks, stride=stride, ranks_per_node=ranks_per_node)
+        if sharding == "parameters":
+            count = max(1, round(size_transformer(workload).layers / pipeline))
+        else:
+            bucket = max(MEGATRON_BUCKET_PARAMS, MEGATRON_BUCKET_PARAMS_PER_RANK * ranks)
+            count = max(1, math.ceil(params * trainable_share / bucket))
+        piece = params / count
+        shared = _share_network(hardware, group)
+        reduce_s += count * _time_collective(reduce_kind, piece * wire * trainable_share, group, shared)
+        if sharding != "none":
+            moved = piece * gathered * (1.0 if sharding == "parameters" else trainable_share)
+            gather_s += count * _time_collective("all_gather", moved, group, shared)
+        pieces += count
+    if not pieces:
+        return 0.0, 0.0, 0
+    if sharding == "parameters":
+        forward = expose_pieces(gather_s, hidden_by_s=forward_s, pieces=pieces)
+        backward = expose_pieces(gather_s + reduce_s, hidden_by_s=backward_s, pieces=pieces)
+        return micro_steps * (2 * gather_s + reduce_s), micro_steps * (forward + backward), pieces
+    times = micro_steps if sharding == "gradients" else 1
+    exposed = times * expose_pieces(reduce_s, hidden_by_s=backward_s, pieces=pieces)
+    exposed += expose_pieces(gather_s, hidden_by_s=forward_s, pieces=pieces)
+    return times * reduce_s + gather_s, exposed, pieces
+
+
+def time_replication(workload: WorkloadFeatures, hardware: HardwareSpec, precision: Precision, *, ranks: int) -> float:
+    """Seconds of one step in which ``nn.DataParallel`` copies the parameters to all devices and sums gradients on one.
+
+    Both move the parameters in their storage format once, and neither overlaps with compute: the copies precede the
+    forward pass and the sum follows the backward pass. The interpreter handles every tensor of every replica.
+    """
+    if ranks == 1:
+        return 0.0
+    group = Group(ranks, 1, 1.0)
+    message_bytes = workload.params * FORMAT_BYTES[precision.storage]
+    host_s = REPLICATION_HOST_S * workload.parameter_tensors * ranks
+    return host_s + 2 * _time_collective("broadcast", message_bytes, group, hardware)
+
+
+def estimate_communication(
+    workload: WorkloadFeatures,
+    hardware: HardwareSpec,
+    precision: Precision,
+    *,
+    compute: ComputeEstimate,
+    parallelism: Parallelism,
+    implementation: Implementation,
+    batch_size: int,
+    micro_steps: int,
+    nodes: int,
+) -> CommunicationEstimate:
+    """What the ranks of ``parallelism`` say to each other in one optimizer step of ``micro_steps`` micro-steps.
+
+    ``compute`` is what one rank does of one micro-step of ``batch_size`` samples of a replica; what it hides shrinks
+    with the precision while the bytes stay. Ranks lie tensor first, then context, then data, then pipeline, on
+    ``nodes`` nodes. Plain data parallelism follows the bucket timeline of ``estimate_overlap``.
+
+    Raises ``InputError`` as ``collective_time_s`` does.
+    """
+    world = parallelism.world_size
+    backward_s = compute.recompute_s + compute.backward_s
+    if parallelism.single_process:
+        spent = time_replication(workload, hardware, precision, ranks=world)
+        return CommunicationEstimate(model_s=0.0, data_s=spent, exposed_s=spent, bubble_s=0.0, bucket_count=0)
+    plain = parallelism.data == world and parallelism.expert == 1
+    if plain and parallelism.sharding == "none":
+        overlap = estimate_overlap(
+            workload,
+            hardware,
+            precision,
+            backward_s=backward_s,
+            ranks=world,
+            nodes=nodes,
+            trainable_share=implementation.trainable_share,
+        )
+        return CommunicationEstimate(
+            model_s=0.0,
+            data_s=overlap.communication_time_s,
+            exposed_s=overlap.exposed_communication_s,
+            bubble_s=0.0,
+            bucket_count=overlap.bucket_count,
+        )
+    hardware, nodes = _join_domains(hardware, world=world, nodes=nodes)
+    ranks_per_node = -(-world // nodes)
+    model_s, exposed_s = 0.0, 0.0
+    if not plain:
+        model_s, exposed_s = _time_layers(
+            workload,
+            hardware,
+            precision,
+            parallelism,
+            batch_size=batch_size,
+            ranks_per_node=ranks_per_node,
+            recomputes=implementation.checkpointing == "full",
+        )
+    stage_s = compute.forward_s + backward_s + exposed_s
+    bubble_s = 0.0
+    if parallelism.pipeline > 1:
+        excess = weigh_last_stage(workload, stages=parallelism.pipeline)
+        bubble_s = time_bubble(stage_s, parallelism, micro_steps=micro_steps, last_stage_excess=excess)
+    data_s, data_exposed_s, pieces = _time_replicas(
+        workload,
+        hardware,
+        precision,
+        parallelism,
+        forward_s=compute.forward_s,
+        backward_s=backward_s,
+        micro_steps=micro_steps,
+        ranks_per_node=ranks_per_node,
+        trainable_share=implementation.trainable_share,
+    )
+    return CommunicationEstimate(
+        model_s=micro_steps * model_s,
+        data_s=data_s,
+        exposed_s=micro_steps * exposed_s + data_exposed_s,
+        bubble_s=bubble_s,
+        bucket_count=pieces,
+    )

@@ -1,0 +1,150 @@
+"""TrainingDomain: what the training data covered, and in which regime a query lies."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from precision_time.predictor.rows.observations import Observation
+from precision_time.predictor.setup.training_setup import TrainingSetup
+
+__all__ = ["REGIMES", "TrainingDomain", "network_of"]
+
+#: How far a query is from the training data. A network and a GPU that were measured, but not together, are a new pair;
+#: a network that was never seen is a new model where others of its family were, else a new family.
+REGIMES = ("known", "new pair", "new gpu", "new model", "new family", "new model and gpu", "beyond scale")
+
+_MOST_NAMES = 6
+#: A sample may take so many times more, or fewer, FLOPs than the measured ones before its input counts as another.
+_SAME_INPUT = 1.5
+
+
+def network_of(setup: TrainingSetup) -> str:
+    """The one name for all names of the network of ``setup``."""
+    return setup.workload.network or setup.workload.name
+
+
+def _list_names(names: Sequence[str], *, near: str) -> str:
+    """All names, or the nearest few and how many there are."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    close = get_close_matches(near, names, n=3, cutoff=0.3)
+    return f"{len(names)} others" + (f", among them {', '.join(close)}" if close else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingDomain:
+    """What the training data covered, by the one name of each network.
+
+    ``batch_sizes`` and ``sample_flops`` are the least and the most, the latter in FLOPs of one sample's forward pass.
+    """
+
+    networks: tuple[str, ...]
+    families: tuple[str, ...]
+    gpus: tuple[str, ...]
+    precisions: tuple[str, ...]
+    max_world_size: int
+    max_accumulation_steps: int
+    batch_sizes: dict[str, tuple[int, int]]
+    sample_flops: dict[str, tuple[float, float]]
+    #: networks that were measured on each GPU
+    networks_of: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, observations: Iterable[Observation]) -> "TrainingDomain":
+        """The domain spanned by ``observations``."""
+        batches: dict[str, tuple[int, int]] = {}
+        flops: dict[str, tuple[float, float]] = {}
+        together: dict[str, set[str]] = {}
+        setups = [seen.setup for seen in observations]
+        for setup in setups:
+            name, size = network_of(setup), setup.batch_size
+            low, high = batches.get(name, (size, size))
+            batches[name] = (min(low, size), max(high, size))
+            work = setup.workload.forward_flops_per_sample
+            least, most = flops.get(name, (work, work))
+            flops[name] = (min(least, work), max(most, work))
+            together.setdefault(setup.hardware.name, set()).add(name)
+        return cls(
+            networks=tuple(sorted(batches)),
+            families=tuple(sorted({setup.workload.family for setup in setups if setup.workload.family})),
+            gpus=tuple(sorted({setup.hardware.name for setup in setups})),
+            precisions=tuple(sorted({setup.precision.name for setup in setups})),
+            max_world_size=max(setup.world_size for setup in setups),
+            max_accumulation_steps=max(setup.gradient_accumulation_steps for setup in setups),
+            batch_sizes=batches,
+            sample_flops=flops,
+            networks_of={name: tuple(sorted(seen)) for name, seen in sorted(together.items())},
+        )
+
+    def list_gaps(self, setup: TrainingSetup) -> list[str]:
+        """In words, what of ``setup`` the training data never held; empty inside the domain."""
+        gaps = []
+        network = network_of(setup)
+        if network not in self.batch_sizes:
+            gaps.append(f"{setup.workload.name} was never seen, only {_list_names(self.networks, near=network)}")
+        else:
+            low, high = self.batch_sizes[network]
+            if not low <= setup.batch_size <= high:
+                gaps.append(f"batch {setup.batch_size} is outside the measured {low} to {high}")
+            gaps.extend(self._list_input_gap(setup))
+        if setup.hardware.name not in self.gpus:
+            gaps.append(
+                f"{setup.hardware.name} was never measured, only {_list_names(self.gpus, near=setup.hardware.name)}"
+            )
+        elif network in self.batch_sizes and network not in self.networks_of[setup.hardware.name]:
+            gaps.append(f"{setup.workload.name} was never measured on {setup.hardware.name}, each with others")
+        if setup.world_size > self.max_world_size:
+            gaps.append(f"at most {self.max_world_size} ranks were measured")
+        if setup.precision.name not in self.precisions:
+            gaps.append(f"{setup.precision.name} was never measured, only {', '.join(self.precisions)}")
+        if setup.gradient_accumulation_steps > self.max_accumulation_steps:
+            gaps.append(f"at most {self.max_accumulation_steps} micro-steps in an iteration were measured")
+        return gaps
+
+    def _list_input_gap(self, setup: TrainingSetup) -> list[str]:
+        """In words, that the input of a measured network is another than the measured ones."""
+        work = setup.workload.forward_flops_per_sample
+        least, most = self.sample_flops.get(network_of(setup), (work, work))
+        if least / _SAME_INPUT <= work <= most * _SAME_INPUT:
+            return []
+        asked = f"input {setup.workload.task_input}" if setup.workload.task_input else "the input"
+        spanned = f"{least / 1e9:.3g}" + (f" to {most / 1e9:.3g}" if most > least else "")
+        return [f"{asked} takes {work / 1e9:.3g} GFLOP a sample, outside the measured {spanned}"]
+
+    def covers_kind(self, setup: TrainingSetup) -> bool:
+        """Whether a device of its kind, CPU or GPU, was measured at all."""
+        is_cpu = setup.hardware.kind == "cpu"
+        return any(name.startswith("cpu") == is_cpu for name in self.gpus)
+
+    def regime_of(self, setup: TrainingSetup) -> str:
+        """How far ``setup`` is from the training data: one of ``REGIMES``."""
+        known_model = network_of(setup) in self.batch_sizes
+        known_gpu = setup.hardware.name in self.gpus
+        if known_model and known_gpu:
+            if setup.world_size > self.max_world_size:
+                return "beyond scale"
+            return "known" if network_of(setup) in self.networks_of[setup.hardware.name] else "new pair"
+        if known_model:
+            return "new gpu"
+        if not known_gpu:
+            return "new model and gpu"
+        return "new model" if setup.workload.family in self.families else "new family"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainingDomain":
+        """The inverse of ``to_dict``; raises ``KeyError``, ``TypeError`` or ``ValueError`` for what does not fit."""
+        return cls(
+            **{name: tuple(map(str, values[name])) for name in ("networks", "families", "gpus", "precisions")},
+            max_world_size=int(values["max_world_size"]),
+            max_accumulation_steps=int(values["max_accumulation_steps"]),
+            batch_sizes={str(name): (int(low), int(high)) for name, (low, high) in values["batch_sizes"].items()},
+            sample_flops={
+                str(name): (float(least), float(most)) for name, (least, most) in values["sample_flops"].items()
+            },
+            networks_of={str(name): tuple(map(str, seen)) for name, seen in values["networks_of"].items()},
+        )

@@ -1,0 +1,258 @@
+"""Measured rows as a user gives them, from files, tables, mappings or records, to setups and seconds."""
+
+import dataclasses
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from precision_time.predictor.setup.hardware import HardwareSpec, choose_precision, find_hardware, parse_bandwidth
+from precision_time.predictor.setup.implementation import Implementation
+from precision_time.predictor.setup.parallelism import Parallelism, parse_parallelism
+from precision_time.predictor.setup.precision import parse_precision
+from precision_time.predictor.setup.training_setup import TrainingSetup, fill_pipeline
+from precision_time.predictor.workloads.workload import WorkloadFeatures, find_workload
+from precision_time.storage.errors import InputError, PrecisionTimeError, UnknownNameError
+from precision_time.storage.schema import Measurement
+
+__all__ = ["FIELDS", "name_row", "read_measured_rows"]
+
+_NEEDED = ("precision", "batch_size")
+_TIMES = ("iteration_time_s", "samples_per_s")
+#: What a row may say, by the names of ``predict_time``; ``workload`` is a ready ``WorkloadFeatures`` in place of
+#: ``model``, and ``gpu`` a name or a ready ``HardwareSpec``.
+FIELDS = (
+    "model", "workload", "gpu", *_NEEDED, *_TIMES, "gpus", "nodes", "strategy", "gradient_accumulation_steps",
+    "task_input", "framework", "compiled", "activation_checkpointing", "network_bandwidth",
+)  # fmt: skip
+#: Columns of the public table under other names.
+_PUBLIC_COLUMNS = {
+    "num_gpus": "gpus",
+    "num_nodes": "nodes",
+    "batch_size_per_gpu": "batch_size",
+    "grad_accumulation_steps": "gradient_accumulation_steps",
+    "parallelism": "strategy",
+    "seconds_per_iteration": "iteration_time_s",
+    "samples_per_second": "samples_per_s",
+}
+#: A time and a throughput that differ by more are not of one measurement.
+_SAME_RATE = 0.1
+_UNITS = "the seconds of one optimizer step"
+
+
+def read_measured_rows(
+    measurements: object,
+    *,
+    workloads: Sequence[WorkloadFeatures] = (),
+    hardware: Sequence[HardwareSpec] = (),
+    asked: WorkloadFeatures | None = None,
+) -> list[tuple[TrainingSetup, float]]:
+    """Setups and measured seconds of an iteration, in the order of the rows.
+
+    ``measurements`` is a path to a CSV or Parquet file or a pandas DataFrame (columns by the names in ``FIELDS`` or
+    those of the public table; further ones are ignored), or a sequence of mappings (names in ``FIELDS``) or
+    ``Measurement`` records. ``workloads`` and ``hardware`` are found before what is shipped; a row that names no
+    model is of ``asked``.
+
+    Raises ``InputError`` for no row, a wrong type, or a value that cannot be used, and ``UnknownNameError`` for a name
+    that is not known, both naming the row (the first is 1); for a file also what ``read_table`` raises.
+    """
+    rows: list[tuple[TrainingSetup, float]] = []
+    for number, row in enumerate(_list_rows(measurements), start=1):
+        try:
+            if asked is not None and _is_blank(row.get("model")) and _is_blank(row.get("workload")):
+                row = {**row, "workload": asked}
+            rows.append(_read_row(row, workloads=workloads, hardware=hardware))
+        except PrecisionTimeError as error:
+            name_row(error, number)
+            raise
+    if not rows:
+        raise InputError("nothing was measured", got="no rows", expected="at least one measured row")
+    return rows
+
+
+def name_row(error: PrecisionTimeError, number: int) -> None:
+    """Say in ``error`` which measured row it is about."""
+    error.what = f"measured row {number}: {error.what}"
+    error.args = (error.message,)
+
+
+def _list_rows(measurements: object) -> Iterable[Mapping[str, Any]]:
+    if isinstance(measurements, str | Path):
+        from precision_time.storage.tables import TEXT_COLUMNS, read_table
+
+        return _table_rows(read_table(measurements, text={*TEXT_COLUMNS, "strategy", "network_bandwidth"}))
+    if hasattr(measurements, "columns") and hasattr(measurements, "to_dict"):
+        return _table_rows(measurements)
+    if isinstance(measurements, Mapping) or not isinstance(measurements, Iterable):
+        raise InputError(
+            "measured rows of a wrong type",
+            got=type(measurements).__name__,
+            expected="a path, a DataFrame, or a list of mappings or Measurement records",
+            fix="put a single row into a list" if isinstance(measurements, Mapping) else None,
+        )
+    return [_plain_row(row, number) for number, row in enumerate(measurements, start=1)]
+
+
+def _table_rows(frame: Any) -> list[dict[str, Any]]:
+    # Our names win where a table has both.
+    own = {str(name): str(name) for name in frame.columns if name in FIELDS}
+    public = {old: new for old, new in _PUBLIC_COLUMNS.items() if old in frame.columns and new not in own}
+    chosen = own | public
+    missing = [name for name in ("gpu", *_NEEDED) if name not in chosen.values()]
+    if not {"model", "workload"} & set(chosen.values()):
+        missing.insert(0, "model")
+    if not set(_TIMES) & set(chosen.values()):
+        missing.append(" or ".join(_TIMES))
+    if missing:
+        raise InputError(
+            "the measured table lacks columns",
+            got=", ".join(map(str, frame.columns))[:300],
+            expected=", ".join(missing),
+            fix=f"name the columns {', '.join(FIELDS)}, or as the public table does",
+        )
+    return [{chosen[str(name)]: row[name] for name in row if str(name) in chosen} for row in frame.to_dict("records")]
+
+
+def _plain_row(row: object, number: int) -> dict[str, Any]:
+    if isinstance(row, Measurement):
+        return {
+            "model": row.model,
+            "task_input": row.task_input,
+            "gpu": row.gpu,
+            "gpus": row.world_size,
+            "nodes": row.nodes,
+            "precision": row.precision,
+            "strategy": row.strategy,
+            "batch_size": row.per_gpu_batch_size,
+            "gradient_accumulation_steps": row.gradient_accumulation_steps,
+            "framework": row.framework,
+            "iteration_time_s": row.iteration_time_s,
+        }
+    if not isinstance(row, Mapping):
+        raise InputError(f"measured row {number}: of a wrong type", got=type(row).__name__,
+                         expected="a mapping or a Measurement")  # fmt: skip
+    for name in row:
+        if name not in FIELDS:
+            error = UnknownNameError("field", str(name), FIELDS, fix="times are in seconds, rates in samples a second")
+            name_row(error, number)
+            raise error
+    return {str(name): value for name, value in row.items()}
+
+
+def _is_blank(value: object) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _count(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        # a column with blanks reaches us as floating point
+        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(f"{name} is not a count", got=repr(value), expected="an integer of at least 1") from None
+    if not 1 <= number <= 10**9:
+        raise InputError(f"{name} is out of range", got=number, expected="an integer from 1 to 1000000000")
+    return number
+
+
+def _positive(name: str, value: object) -> float:
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not (math.isfinite(number) and number > 0):
+        what = _UNITS if name == "iteration_time_s" else "samples a second of the whole job"
+        raise InputError(f"{name} is not usable", got=repr(value), expected=f"a positive finite number: {what}")
+    return number
+
+
+def _read_row(
+    row: Mapping[str, Any], *, workloads: Sequence[WorkloadFeatures], hardware: Sequence[HardwareSpec]
+) -> tuple[TrainingSetup, float]:
+    told = {name: value for name, value in row.items() if not _is_blank(value)}
+    blank = [name for name in _TIMES if name in row and row[name] is not None]
+    if blank and not any(name in told for name in _TIMES):
+        _positive(blank[0], row[blank[0]])
+    lacking = [name for name in ("gpu", *_NEEDED) if name not in told]
+    if "model" not in told and "workload" not in told:
+        lacking.insert(0, "model")
+    if not any(name in told for name in _TIMES):
+        lacking.append(" or ".join(_TIMES))
+    if lacking:
+        raise InputError("values are missing", got=", ".join(told) or "an empty row", expected=", ".join(lacking))
+    setup = _describe(told, workloads=workloads, hardware=hardware)
+    return setup, _read_time(told, setup)
+
+
+def _describe(
+    told: Mapping[str, Any], *, workloads: Sequence[WorkloadFeatures], hardware: Sequence[HardwareSpec]
+) -> TrainingSetup:
+    device = told["gpu"] if isinstance(told["gpu"], HardwareSpec) else find_hardware(told["gpu"], measured=hardware)
+    precision, _ = choose_precision(device, parse_precision(told["precision"]))
+    if "network_bandwidth" in told:
+        device = dataclasses.replace(device, network_bytes_per_s=parse_bandwidth(told["network_bandwidth"]))
+    world_size = _count("gpus", told.get("gpus", 1))
+    nodes = _count("nodes", told.get("nodes", math.ceil(world_size / device.gpus_per_node)))
+    if world_size % nodes:
+        raise InputError("the GPUs do not divide over the nodes", got=f"{world_size} / {nodes}",
+                         expected="a whole number of GPUs per node")  # fmt: skip
+    strategy = told.get("strategy", "ddp")
+    layout = parse_parallelism(strategy, world_size=world_size)
+    batch_size, micro_steps = fill_pipeline(
+        stages=layout.pipeline,
+        batch_size=_count("batch_size", told["batch_size"]),
+        micro_steps=_count("gradient_accumulation_steps", told.get("gradient_accumulation_steps", 1)),
+    )
+    return TrainingSetup(
+        workload=_find_work(told, workloads),
+        hardware=device,
+        precision=precision,
+        world_size=world_size,
+        nodes=nodes,
+        batch_size=batch_size,
+        gradient_accumulation_steps=micro_steps,
+        strategy=str(strategy),
+        parallelism=None if layout == Parallelism(data=world_size) else layout,
+        implementation=_read_implementation(told),
+    )
+
+
+def _find_work(told: Mapping[str, Any], workloads: Sequence[WorkloadFeatures]) -> WorkloadFeatures:
+    if "workload" in told:
+        if not isinstance(told["workload"], WorkloadFeatures):
+            raise InputError("workload of a wrong type", got=type(told["workload"]).__name__,
+                             expected="WorkloadFeatures", fix="write a name as model")  # fmt: skip
+        return told["workload"]
+    return find_workload(told["model"], task_input=str(told.get("task_input", "")), measured=workloads)
+
+
+def _read_implementation(told: Mapping[str, Any]) -> Implementation:
+    compiled, checkpointing = told.get("compiled"), told.get("activation_checkpointing")
+    if compiled is not None:
+        if compiled not in (True, False):
+            raise InputError("compiled is not usable", got=repr(compiled), expected="True or False")
+        compiled = bool(compiled)
+    if checkpointing not in (None, "none", "selective", "full"):
+        raise UnknownNameError("activation checkpointing", str(checkpointing), ("none", "selective", "full"))
+    framework = told.get("framework", "pytorch")
+    if not isinstance(framework, str):
+        raise InputError("framework is not usable", got=repr(framework), expected="a name such as pytorch")
+    return Implementation(framework=framework.strip().casefold(), compiled=compiled, checkpointing=checkpointing)
+
+
+def _read_time(told: Mapping[str, Any], setup: TrainingSetup) -> float:
+    times = {name: _positive(name, told[name]) for name in _TIMES if name in told}
+    samples = setup.batch_size * setup.layout.data * setup.gradient_accumulation_steps
+    by_rate = samples / times["samples_per_s"] if "samples_per_s" in times else None
+    seconds = times.get("iteration_time_s", by_rate)
+    if seconds is None:
+        raise InputError("no time", got=", ".join(told), expected=" or ".join(_TIMES))
+    if by_rate is not None and abs(by_rate / seconds - 1) > _SAME_RATE:
+        raise InputError(
+            "the time and the rate are not of one measurement, or of mixed units",
+            got=f"iteration_time_s {seconds:g} and samples_per_s {times['samples_per_s']:g}",
+            expected=f"{samples} samples of an iteration in {seconds:g} s: {samples / seconds:g} samples a second",
+            fix=f"iteration_time_s is {_UNITS}; samples_per_s counts the samples of all GPUs; give one of them",
+        )
+    return seconds

@@ -1,0 +1,274 @@
+"""Observation: a measurement joined with its setup, closed form and feature row; what fitting and scoring read."""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from precision_time.predictor.closed_form.solve import ClosedForm
+from precision_time.predictor.rows.features import Query
+from precision_time.predictor.rows.public_table import row_implementation, row_parallelism
+from precision_time.predictor.setup.hardware import HardwareSpec, find_hardware
+from precision_time.predictor.setup.implementation import Checkpointing, Implementation
+from precision_time.predictor.setup.precision import Precision, parse_precision
+from precision_time.predictor.setup.training_setup import TrainingSetup, fill_pipeline
+from precision_time.predictor.workloads.cards import Card, find_card
+from precision_time.predictor.workloads.workload import WorkloadFeatures, describe_card, describe_entry, find_workload
+from precision_time.predictor.workloads.zoo import find_entry
+from precision_time.storage.errors import PrecisionTimeError
+from precision_time.storage.schema import Measurement
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Observation", "observe", "observe_table", "weigh_rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A measurement beside the query it answers; ``index`` is the row of the table it came from (-1: none)."""
+
+    measurement: Measurement
+    query: Query
+    index: int = -1
+
+    @property
+    def setup(self) -> TrainingSetup:
+        """What was run."""
+        return self.query.setup
+
+    @property
+    def closed(self) -> ClosedForm:
+        """Its times by the closed forms."""
+        return self.query.closed
+
+    @property
+    def compute_time_s(self) -> float | None:
+        """Measured compute; on one rank the whole iteration is compute."""
+        if self.setup.world_size == 1:
+            return self.measurement.iteration_time_s
+        return self.measurement.compute_time_s
+
+    @property
+    def network(self) -> str:
+        """One name for all names of one architecture."""
+        return self.setup.workload.network or self.setup.workload.name
+
+    @property
+    def chip(self) -> str:
+        """The silicon: sister parts of one chip share it; a CPU is its own."""
+        return self.setup.hardware.chip or self.setup.hardware.name
+
+    @property
+    def is_contest(self) -> bool:
+        """Whether the row is of a tuned benchmark submission (MLPerf)."""
+        return self.setup.implementation.tuned
+
+
+def weigh_rows(observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
+    """A weight for each row, one over the root of the number of rows of its network in its source; their mean is 1.
+
+    So that no table dominates: 400 repeats of one configuration weigh as much as 20 single ones.
+    """
+    keys = [(seen.measurement.source, seen.network) for seen in observations]
+    counts = Counter(keys)
+    weights = np.array([counts[key] ** -0.5 for key in keys])
+    scaled: npt.NDArray[np.float64] = weights / weights.mean()
+    return scaled
+
+
+def observe(
+    measurements: Iterable[Measurement],
+    *,
+    workloads: Sequence[WorkloadFeatures] = (),
+    hardware: Sequence[HardwareSpec] = (),
+) -> list[Observation]:
+    """Join measurements with the cards of their models and the specifications of their hardware.
+
+    Raises ``UnknownNameError`` for a model or GPU that neither the given cards nor the shipped ones describe.
+    """
+    find_own_card = functools.cache(functools.partial(find_workload, measured=tuple(workloads)))
+    find_device = functools.cache(functools.partial(find_hardware, measured=tuple(hardware)))
+    return [
+        Observation(
+            measurement=measured,
+            query=Query.of(
+                TrainingSetup(
+                    workload=find_own_card(measured.model),
+                    hardware=find_device(measured.gpu),
+                    precision=_precision_of(measured),
+                    world_size=measured.world_size,
+                    nodes=measured.nodes,
+                    batch_size=measured.per_gpu_batch_size,
+                    gradient_accumulation_steps=measured.gradient_accumulation_steps,
+                    strategy=measured.strategy,
+                    implementation=_implementation_of(measured),
+                )
+            ),
+        )
+        for measured in measurements
+    ]
+
+
+def _precision_of(measured: Measurement) -> Precision:
+    """Its policy; compressed gradients travel in another format than it says."""
+    precision = parse_precision(measured.precision)
+    return precision if measured.compression == "none" else replace(precision, communicate=measured.compression)
+
+
+def _implementation_of(measured: Measurement) -> Implementation:
+    """The options of the run. One at its default is told as nothing: a question that is silent about it means that."""
+    return Implementation(
+        channels_last=measured.channels_last or None,
+        compiled=measured.compiled or None,
+        checkpointing=None if measured.checkpointing == "none" else cast(Checkpointing, measured.checkpointing),
+        fused_kernels=measured.fused_optimizer or None,
+    )
+
+
+#: A card stands for a row's network when their parameters differ by less than this share; else the row's own facts do.
+_SAME_PARAMETERS = 0.10
+#: Models whose rows count another part of the network than the card: hifigan's leave out the discriminators.
+_CARD_FIRST = frozenset({"hifigan"})
+
+
+def describe_row(
+    model: str, task_input: str, params: float | None, forward_flops: float | None
+) -> WorkloadFeatures | None:
+    """The workload of a row of the public table; None where neither the row nor a card says what it weighs.
+
+    The zoo comes first and a card second where they are of the same network as the row (equal parameters within
+    10 %), since their numbers fit each other; then what the row says itself. ``params`` and ``forward_flops`` are None
+    where the row is silent.
+    """
+    entry = find_entry(model, task_input)
+    if entry is not None and (
+        params is None or model in _CARD_FIRST or abs(entry.params / params - 1) < _SAME_PARAMETERS
+    ):
+        return describe_entry(entry, name=model)
+    found = find_card(model, task_input)
+    card = found if found is not None and found.params is not None else None
+    if card is not None and card.params is not None:
+        known_flops = card.forward_flops_per_sample
+        if params is None or model in _CARD_FIRST or abs(card.params / params - 1) < _SAME_PARAMETERS:
+            flops = known_flops if known_flops is not None else forward_flops
+            return None if flops is None else _describe_known(model, card, card.params, flops, task_input)
+        if forward_flops is None and known_flops is not None:
+            # another size of the same network: its work grows about as its parameters do
+            return describe_card(
+                model,
+                params=round(params),
+                forward_flops_per_sample=known_flops * params / card.params,
+                task_input=task_input,
+            )
+    if params is None or forward_flops is None:
+        return None
+    return describe_card(model, params=round(params), forward_flops_per_sample=forward_flops, task_input=task_input)
+
+
+def _describe_known(model: str, card: Card, params: int, flops: float, task_input: str) -> WorkloadFeatures:
+    return describe_card(
+        model,
+        params=params,
+        forward_flops_per_sample=flops,
+        card=card,
+        # a row that tells no input is of the usual one, as a question is
+        task_input=task_input or card.task_input,
+        sequence_length=card.sequence_length,
+    )
+
+
+def observe_table(frame: "pd.DataFrame") -> tuple[list[Observation], dict[int, str]]:
+    """Rows of a ``PublicTable`` as observations, and why each other row cannot be one, by its position.
+
+    Reasons: ``model unknown`` (neither the row nor a card tells parameters and FLOPs), and the error's own words.
+    """
+    describe = functools.cache(describe_row)
+    seen: list[Observation] = []
+    refused: dict[int, str] = {}
+    for index, row in enumerate(frame.to_dict("records")):
+        task_input = row["task_input"] if isinstance(row["task_input"], str) else ""
+        try:
+            told = [float(row[name]) if row[name] > 0 else None for name in ("model_params", "fwd_flops_per_sample")]
+            workload = describe(row["model"], task_input, *told)
+            if workload is None:
+                refused[index] = "model unknown"
+                continue
+            seen.append(_observe_row(row, workload, task_input=task_input, index=index))
+        except PrecisionTimeError as error:
+            refused[index] = str(error).splitlines()[0]
+    return seen, refused
+
+
+#: Ports and their rate: ``8x ConnectX-7 IB NDR 400Gb/s``, ``RoCE 1600Gbps/node``, ``InfiniBand 100Gb EDR``.
+_PORT_RATE = re.compile(r"(\d+)\s*(?:Gb/|Gb\b|Gb\s*/|Gbps|Gbit/s|GB/Sec|Gbe\b)(GPU)?", re.IGNORECASE)
+_PORT_COUNT = re.compile(r"(\d+)\s*x", re.IGNORECASE)
+#: A slower one serves management: rows that print 1 Gb Ethernet alone have times that no such network allows.
+_SLOWEST_NETWORK = 10e9 / 8
+#: Devices of a node of which a row tells the network of each.
+_GPUS_PER_NODE = 8
+
+
+def read_network(interconnect: str) -> float | None:
+    """Bytes per second, one way, of a node's network as a row tells it; None where it does not.
+
+    What stands before ``inter:`` is inside the node; of several networks the fastest counts, and none below 10 Gbit/s.
+    """
+    _, told, between = interconnect.partition("inter:")
+    rates = []
+    for part in re.split(r"[;,+]", between if told else interconnect):
+        if "NVLINK" in part.upper() or "PCIE" in part.upper():
+            continue
+        before = 0
+        for rate in _PORT_RATE.finditer(part):
+            count = _PORT_COUNT.search(part[before : rate.start()])
+            ports = _GPUS_PER_NODE if rate[2] else int(count[1]) if count else 1
+            rates.append(ports * int(rate[1]) * 1e9 / 8)
+            before = rate.end()
+    return max((rate for rate in rates if rate >= _SLOWEST_NETWORK), default=None)
+
+
+def _observe_row(row: Mapping[Any, Any], workload: WorkloadFeatures, *, task_input: str, index: int) -> Observation:
+    world_size, nodes = int(row["world_size"]), int(row["nodes"])
+    batch_size, accumulation = max(1, round(row["per_gpu_batch_size"])), int(row["accumulation"])
+    batch_size, accumulation = fill_pipeline(
+        stages=int(row["pipeline"]), batch_size=batch_size, micro_steps=accumulation
+    )
+    strategy = row["parallelism"] if isinstance(row["parallelism"], str) and row["parallelism"] else "ddp"
+    measurement = Measurement(
+        source=row["source"],
+        model=row["model"],
+        task_input=task_input,
+        gpu=row["hardware"],
+        nodes=nodes,
+        world_size=world_size,
+        precision=row["policy"],
+        strategy=strategy,
+        per_gpu_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        framework=row["framework_name"],
+        iteration_time_s=float(row["iteration_time_s"]),
+        cell_id=str(row["row_id"]),
+    )
+    hardware = find_hardware(row["hardware"])
+    network = read_network(row["interconnect"]) if nodes > 1 else None
+    if network is not None:
+        hardware = replace(hardware, network_bytes_per_s=network)
+    setup = TrainingSetup(
+        workload=workload,
+        hardware=hardware,
+        precision=parse_precision(row["policy"]),
+        world_size=world_size,
+        nodes=nodes,
+        batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        strategy=strategy,
+        parallelism=row_parallelism(row),
+        implementation=row_implementation(row),
+    )
+    return Observation(measurement=measurement, query=Query.of(setup), index=index)

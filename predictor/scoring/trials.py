@@ -1,0 +1,144 @@
+"""Trials: a learner trained on some rows predicts others, many of them shared by a few processes."""
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+from precision_time.predictor.learning.splits import Fold
+from precision_time.predictor.rows.features import Query
+from precision_time.predictor.rows.observations import Observation
+from precision_time.predictor.setup.precision import parse_precision
+from precision_time.storage.errors import InputError, PrecisionTimeError
+
+__all__ = ["LEARNERS", "Learner", "Outcome", "Trial", "run_trials"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """A method that is trained: keywords of ``HierarchicalPredictor.fit``, and whether it is told the precision."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    blind: bool = False
+
+
+#: The methods that are trained, by name.
+LEARNERS: dict[str, Learner] = {
+    "predictor": Learner(),
+    # the same learner on rows described as fp32
+    "precision_blind": Learner(blind=True),
+    # the trees alone, however far the query is from the data
+    "no_blend": Learner(options={"variant": "no_blend"}),
+    # the time itself instead of its ratio to the closed form, which is still a column
+    "direct": Learner(options={"variant": "direct"}),
+    # the time itself, from columns that no closed form fills
+    "no_closed_form": Learner(options={"variant": "no_closed_form"}),
+    # compute, communication and the share that stays exposed, without a model of the whole iteration
+    "stages": Learner(options={"variant": "stages"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One fit and its predictions: of ``rows`` some teach ``method``, a name in ``LEARNERS``, and others are asked."""
+
+    split: str
+    fold: int
+    method: str
+    rows: Fold
+
+
+#: Predicted seconds of the rows asked, shape (rows,), and the regime of each as seen from the rows that taught.
+Outcome = tuple[npt.NDArray[np.float64], tuple[str, ...]]
+
+
+class _Bench:
+    """Trains and predicts on the rows it holds, each described once with its precision and once without."""
+
+    def __init__(self, observations: Sequence[Observation], *, seed: int) -> None:
+        self._told = list(observations)
+        self._blind: list[Observation] | None = None
+        self._seed = seed
+
+    def run(self, trial: Trial) -> Outcome:
+        """Predicted seconds of the trial's test rows, and the regime of each."""
+        learner = LEARNERS[trial.method]
+        if learner.blind and self._blind is None:
+            self._blind = [_forget_precision(seen) for seen in self._told]
+        seen = self._blind if learner.blind and self._blind is not None else self._told
+        train, test = [seen[i] for i in trial.rows.train], [seen[i] for i in trial.rows.test]
+        fitted = HierarchicalPredictor.fit(train, seed=self._seed, **learner.options)
+        predicted = fitted.predict([one.query for one in test]).iteration_time_s
+        return predicted, tuple(fitted.domain.regime_of(one.setup) for one in test)
+
+
+def _forget_precision(seen: Observation) -> Observation:
+    """The same measurement described as fp32; as it is where the closed forms refuse that description."""
+    try:
+        return replace(seen, query=Query.of(replace(seen.setup, precision=parse_precision("fp32"))))
+    except PrecisionTimeError:
+        return seen
+
+
+_bench: _Bench | None = None
+
+
+def _open_bench(observations: Sequence[Observation], seed: int) -> None:
+    """Give a worker process the rows, once for all its trials."""
+    global _bench
+    _bench = _Bench(observations, seed=seed)
+
+
+def _run_at_bench(trial: Trial) -> Outcome:
+    if _bench is None:
+        raise InputError("a worker has no rows", got=trial.split, expected="a pool opened with _open_bench")
+    return _bench.run(trial)
+
+
+def run_trials(
+    trials: Sequence[Trial],
+    observations: Sequence[Observation],
+    *,
+    seed: int,
+    processes: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[Outcome]:
+    """The outcome of each trial, in their order; it does not depend on how many ``processes`` share them.
+
+    Several processes are spawned and given ``observations`` once each; one means this process. ``progress`` is called
+    with the trials done and all there are. Raises ``InputError`` below one process, and what ``fit`` raises.
+    """
+    if processes < 1:
+        raise InputError("number of processes", got=processes, expected="at least 1")
+    outcomes: dict[int, Outcome] = {}
+
+    def keep(number: int, outcome: Outcome) -> None:
+        outcomes[number] = outcome
+        if progress is not None:
+            progress(len(outcomes), len(trials))
+
+    if processes == 1 or len(trials) < 2:
+        bench = _Bench(observations, seed=seed)
+        for number, trial in enumerate(trials):
+            keep(number, bench.run(trial))
+    else:
+        # Spawned, since a fork of a process that holds threads (Arrow's, a progress bar's) may hang.
+        with ProcessPoolExecutor(
+            min(processes, len(trials)),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_open_bench,
+            initargs=(list(observations), seed),
+        ) as pool:
+            pending = {pool.submit(_run_at_bench, trial): number for number, trial in enumerate(trials)}
+            try:
+                for done in as_completed(pending):
+                    keep(pending[done], done.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return [outcomes[number] for number in range(len(trials))]

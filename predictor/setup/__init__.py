@@ -1,0 +1,1 @@
+"""What a training job is set up as: precision, hardware, parallelism, and how its code runs."""

@@ -1,0 +1,247 @@
+"""Leases of gangs of whole Dask workers as a client holds them: wait for one, watch it, give it back."""
+
+import contextlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed import Client
+
+from precision_time.storage.errors import ClusterLostError, InputError, NoWorkersError
+from precision_time.tasks.gangs.scheduler_plugin import PLUGIN_NAME, GangPlugin
+
+__all__ = [
+    "GangLease", "LeaseWait", "check_connected", "gang_state", "install_gangs", "lease_workers", "number_attempt",
+]  # fmt: skip
+
+#: A nanny brings a killed worker back within seconds, under a new address: until then a gang only seems impossible.
+GRACE_S = 30.0
+#: How long one call of a waiting client stays with the scheduler; it then asks again. A request that nobody asks for is
+#: dropped there after ``gangs.SILENT_REQUEST_S``.
+CALL_S = 1.0
+#: Beyond that, how long the answer may take before the scheduler counts as gone.
+ANSWER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseWait:
+    """Why a gang of ``wanted`` workers waits: others hold ``held`` of the ``known`` workers by ``leases`` leases.
+
+    ``draining`` workers are asked whether anything of an earlier lease still runs there. ``is_claimed`` says that the
+    claim of this gang is held, so that it waits for the end of that lease; ``is_alone`` that it wants its hosts to
+    itself.
+    """
+
+    seconds: float
+    wanted: int
+    known: int
+    held: int
+    leases: int
+    draining: int = 0
+    is_claimed: bool = False
+    is_alone: bool = False
+
+    def __str__(self) -> str:
+        if self.is_claimed:
+            return "waiting for another campaign, which measures this cell"
+        swept = f", {self.draining} more {'is' if self.draining == 1 else 'are'} being swept" if self.draining else ""
+        where = " on hosts of its own" if self.is_alone else ""
+        return (
+            f"waiting for {_count(self.wanted, 'free worker')}{where}: {self.held} of {self.known} are held "
+            f"by {_count(self.leases, 'lease')} of others{swept}"
+        )
+
+
+class GangLease:
+    """The workers of a granted gang, rank by rank."""
+
+    def __init__(self, client: Client, identity: str, workers: Sequence[str]) -> None:
+        self.workers = tuple(workers)
+        self.identity = identity
+        #: In words, what ``lost_workers`` came upon when it last named some.
+        self.loss = ""
+        self._client = client
+        self._is_clean = False
+
+    def lost_workers(self) -> list[str]:
+        """Those of the workers that have died since; all of them when the lease itself is gone.
+
+        Raises ``ClusterLostError`` when the scheduler does not answer.
+        """
+        answer = _ask(self._client, "gang_check", lease=self.identity)
+        if not answer["held"]:
+            self.loss = answer["why"] or "the scheduler no longer knows its lease"
+            return list(self.workers)
+        lost = list(answer["lost"])
+        if lost:
+            self.loss = f"worker {', '.join(lost)} is gone"
+        return lost
+
+    def is_lost(self) -> bool:
+        """Whether a worker of the gang has died."""
+        return bool(self.lost_workers())
+
+    def mark_clean(self) -> None:
+        """Say that every task sent to the workers has come back: they are then free after one sweep instead of two."""
+        self._is_clean = True
+
+
+@contextlib.contextmanager
+def lease_workers(
+    client: Client,
+    count: int,
+    *,
+    hosts: int | None = None,
+    claim: str = "",
+    alone: bool = False,
+    timeout_s: float | None = None,
+    grace_s: float | None = None,
+    watch: Callable[[LeaseWait], None] | None = None,
+) -> Iterator[GangLease]:
+    """Wait for ``count`` whole workers of the cluster and hold them during the block; no one else gets them.
+
+    ``hosts`` asks for a gang spread evenly over exactly so many hosts. ``claim`` names what the gang is for: of those
+    with one claim, whoever holds it, one has its workers at a time. ``alone`` waits for hosts on which nobody else
+    holds workers. ``timeout_s`` limits the wait (None: as long as
+    others hold the workers), ``grace_s`` how long a gang that the cluster cannot hold may stay so (30 s). ``watch`` is
+    called about every second of the wait, in this thread; what it raises ends the wait and goes on up. Raises
+    ``InputError`` for a gang that stays impossible, ``NoWorkersError`` when there is no worker at all or the time is
+    up, and ``ClusterLostError`` when the scheduler is gone. Threads of one client may wait side by side.
+    """
+    if count < 1 or (hosts is not None and (hosts < 1 or count % hosts)):
+        raise InputError(
+            "no such gang", got=f"{count} workers on {hosts or 1} hosts", expected="a whole number on every host"
+        )
+    install_gangs(client)
+    identity = uuid.uuid4().hex
+    lease: GangLease | None = None
+    grace_s = GRACE_S if grace_s is None else grace_s
+    try:
+        lease = _wait_for(
+            client, identity, count=count, hosts=hosts, claim=claim, alone=alone, timeout_s=timeout_s, grace_s=grace_s,
+            watch=watch,
+        )  # fmt: skip
+        yield lease
+    finally:
+        # Whatever happened, also while waiting: nothing of it stays in the queue.
+        with contextlib.suppress(ClusterLostError):
+            _ask(client, "gang_release", lease=identity, sweeps=1 if lease is not None and lease._is_clean else 2)
+
+
+def number_attempt(attempt: int | Callable[[], int], *, lease: GangLease | None = None) -> int:
+    """The number that ``attempt`` is or gives; what it raises goes on up, and leaves ``lease`` unused."""
+    if isinstance(attempt, int):
+        return attempt
+    try:
+        return attempt()
+    except BaseException:
+        if lease is not None:
+            lease.mark_clean()
+        raise
+
+
+def gang_state(client: Client) -> dict[str, Any]:
+    """What the scheduler holds: ``leases``, ``lost``, ``queue`` and ``draining``; see ``GangPlugin.state``."""
+    install_gangs(client)
+    return dict(_ask(client, "gang_state"))
+
+
+def install_gangs(client: Client) -> None:
+    """Let the scheduler know the plugin; it keeps the one that it has."""
+    check_connected(client)
+    try:
+        client.register_plugin(GangPlugin(), name=PLUGIN_NAME)
+    except (OSError, TimeoutError, RuntimeError) as error:
+        raise _lost(error) from error
+
+
+def check_connected(client: Client) -> None:
+    """Raise ``ClusterLostError`` for a client that has given up its scheduler: Dask then fails in many words."""
+    if client.scheduler is None or client.status in ("closing", "closed"):
+        raise _lost("the connection is closed")
+
+
+def _wait_for(
+    client: Client,
+    identity: str,
+    *,
+    count: int,
+    hosts: int | None,
+    claim: str,
+    alone: bool,
+    timeout_s: float | None,
+    grace_s: float,
+    watch: Callable[[LeaseWait], None] | None,
+) -> GangLease:
+    began = time.monotonic()
+    while True:
+        left_s = CALL_S if timeout_s is None else min(CALL_S, timeout_s - (time.monotonic() - began))
+        answer = _ask(
+            client, "gang_acquire", lease=identity, holder=client.id, count=count, hosts=hosts, claim=claim,
+            alone=alone, grace_s=grace_s, wait_s=max(0.0, min(left_s, grace_s / 4)),
+        )  # fmt: skip
+        if answer["state"] == "granted":
+            return GangLease(client, identity, answer["workers"])
+        if answer["state"] == "impossible":
+            raise _impossible(answer["workers"], count=count, hosts=hosts, grace_s=grace_s)
+        if answer["state"] == "refused":
+            raise _lost("the scheduler has lost sight of this client")
+        seconds = time.monotonic() - began
+        if watch is not None:
+            counts = {name: answer[name] for name in ("known", "held", "leases", "draining")}
+            watch(LeaseWait(seconds=seconds, wanted=count, is_claimed=answer["claimed"], is_alone=alone, **counts))
+        if timeout_s is not None and seconds >= timeout_s:
+            raise NoWorkersError(
+                "the workers did not become free in time",
+                got=f"fewer than {count} free workers for {timeout_s:g} s",
+                fix="wait for the other campaigns on this cluster, or start more workers",
+            )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _impossible(workers: Sequence[str], *, count: int, hosts: int | None, grace_s: float) -> Exception:
+    if not workers:
+        return NoWorkersError(
+            "the cluster has no worker left",
+            got=f"none for {grace_s:g} s",
+            fix="start workers; what is recorded is kept, and running again measures the rest",
+        )
+    spread = Counter(str(urlsplit(address).hostname) for address in workers)
+    hosts_of = ", ".join(f"{host}: {number}" for host, number in sorted(spread.items())[:20])
+    return InputError(
+        "the cluster has fewer workers than the cell has ranks",
+        got=f"{len(workers)} workers ({hosts_of}) for {grace_s:g} s",
+        expected=f"{count} workers of one thread each" + (f" on {hosts} hosts, evenly" if hosts else ""),
+        fix="start more workers, or leave this number of ranks out",
+    )
+
+
+def _ask(client: Client, operation: str, **values: Any) -> Any:
+    """One call of a handler of the plugin; raises ``ClusterLostError`` when no answer comes."""
+    check_connected(client)
+    try:
+        answer = client.sync(
+            getattr(client.scheduler, operation), callback_timeout=values.get("wait_s", 0.0) + ANSWER_S, **values
+        )
+    except (OSError, TimeoutError, RuntimeError) as error:
+        raise _lost(error) from error
+    if answer is None and operation != "gang_release":
+        # What a scheduler answers to a call that it does not know: it was started anew.
+        raise _lost("the scheduler knows nothing of this campaign's leases")
+    return answer
+
+
+def _lost(reason: object) -> ClusterLostError:
+    return ClusterLostError(
+        "the Dask scheduler is gone or does not answer",
+        got=f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else str(reason),
+        expected="a scheduler that runs for as long as the campaign",
+        fix="start the cluster again and run the campaign again; what is recorded is kept",
+    )

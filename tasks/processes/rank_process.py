@@ -1,0 +1,206 @@
+"""The worker's side of a rank: start it in a fresh process, wait for it, end it at its deadline, say how it ended."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+from urllib.parse import urlsplit
+
+from precision_time.storage.errors import InputError
+from precision_time.tasks.processes.environment import training_environment
+from precision_time.tasks.processes.fork_client import ForkedRank, RankRequest, TemplateLost, Templates
+from precision_time.tasks.processes.process_families import kill_family
+from precision_time.tasks.processes.running_ranks import RunningRank, register_rank
+from precision_time.tasks.ranks.job import RankJob
+from precision_time.tasks.ranks.rank import PARENT_VARIABLE, failure_path, fragment_path
+from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES
+
+__all__ = ["RankReport", "assign_devices", "run_rank", "visible_devices"]
+
+LOG_LINES = 8
+_SELF_EXPLAINED = REFUSAL_CAUSES | {"nan loss", "environment changed"}
+#: After a rank was killed, how long its end may take to be reported.
+ENDING_S = 10.0
+
+#: ``0`` starts every rank in a fresh interpreter; for comparisons.
+_TEMPLATE_VARIABLE = "PRECISION_TIME_TEMPLATE"
+
+
+_templates = Templates()
+
+
+class RankReport(TypedDict):
+    """How one rank ended; ``peer_lost`` says that it failed only because another one had gone."""
+
+    rank: int
+    returncode: int | None
+    cause: str
+    message: str
+    fragment: str
+    peer_lost: bool
+    ended_at: float
+    host: str
+
+
+def run_rank(job_json: str, rank: int) -> RankReport:
+    """Run one rank in a fresh process of its own session, and kill that session at the deadline.
+
+    The process is forked from a template that has torch imported; where there is none it is a fresh interpreter. The
+    deadline counts from its start. Runs on a Dask worker or in any other process; never raises for what the rank does.
+    """
+    job = RankJob.from_json(job_json)
+    scratch = Path(job.scratch)
+    log_path = scratch / f"rank-{rank}.log"
+    log_path.write_bytes(b"")
+    request = RankRequest(
+        job=str(scratch / "job.json"), rank=rank, log=str(log_path), environment=_rank_environment(job, rank)
+    )
+    cause, message, peer_lost = "", "", False
+    returncode: int | None = None
+    try:
+        returncode = _run_process(request, timeout_s=job.limits.timeout_s)
+    except TimeoutError:
+        # What killing it came to.
+        returncode = -signal.SIGKILL
+        cause, message = "timed out", f"rank {rank} was killed after {job.limits.timeout_s:g} s"
+    except TemplateLost as error:
+        cause, message = "lost contact", f"rank {rank}: {error}"
+    else:
+        if returncode != 0:
+            cause, message, peer_lost = _read_failure(failure_path(scratch, rank), returncode=returncode)
+            message = f"rank {rank}: {message}"
+    # What the rank says itself is enough where the cause is ours; of anything else its log tells more.
+    if cause and cause not in _SELF_EXPLAINED:
+        message = "\n".join([message, *_last_lines(log_path)])
+    return RankReport(
+        rank=rank,
+        returncode=returncode,
+        cause=cause,
+        message=message,
+        fragment=str(fragment_path(scratch, rank)),
+        peer_lost=peer_lost,
+        ended_at=time.time(),
+        host=socket.gethostname(),
+    )
+
+
+def _run_process(request: RankRequest, *, timeout_s: float) -> int:
+    """The exit code of the rank's process; raises ``TimeoutError`` and ``TemplateLost``, and leaves nothing of it."""
+    with register_rank() as running:
+        # Linux only: elsewhere nothing ends a rank whose template died, and torch does not survive a fork on macOS.
+        if sys.platform == "linux" and os.environ.get(_TEMPLATE_VARIABLE) != "0":
+            forked = _templates.fork(request, is_over=lambda: running.is_ended)
+            if forked is not None:
+                return _await_forked(forked, running=running, timeout_s=timeout_s)
+        if running.is_ended:
+            return -signal.SIGKILL
+        return _run_fresh(request, running=running, timeout_s=timeout_s)
+
+
+def _await_forked(forked: ForkedRank, *, running: RunningRank, timeout_s: float) -> int:
+    with forked.report:
+        running.begin(forked.pid)
+        try:
+            return forked.wait(timeout_s)
+        except BaseException:
+            kill_family(forked.pid)
+            # The template reaps it; only then is this worker free for another.
+            with contextlib.suppress(TimeoutError, TemplateLost):
+                forked.wait(ENDING_S)
+            raise
+
+
+def _run_fresh(request: RankRequest, *, running: RunningRank, timeout_s: float) -> int:
+    command = [sys.executable, "-m", "precision_time.tasks.ranks.rank", request.job, str(request.rank)]
+    with open(request.log, "ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=request.environment, start_new_session=True
+        )  # fmt: skip
+    running.begin(process.pid)
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    finally:
+        # Its data loaders and compilers go with it, however it ended.
+        kill_family(process.pid)
+        process.wait()
+
+
+def _rank_environment(job: RankJob, rank: int) -> dict[str, str]:
+    threads = str(job.threads_per_rank)
+    return {
+        # On a CPU with anything else to do, threads that spin at barriers made a step of vit_tiny 30 times longer.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **training_environment(),
+        PARENT_VARIABLE: str(os.getpid()),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        # A CPU rank must not touch a GPU, a GPU rank only its own: it is cuda:0 there.
+        "CUDA_VISIBLE_DEVICES": job.devices[rank] if job.devices else "",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _read_failure(path: Path, *, returncode: int) -> tuple[str, str, bool]:
+    """(cause, message, peer_lost) from what the rank left behind, else from how its process ended."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return str(values["cause"]), str(values["message"]), bool(values["peer_lost"])
+    if returncode < 0:
+        return f"signal {-returncode}", f"the process was ended by {_signal_name(-returncode)}", False
+    return f"exit code {returncode}", f"the process ended with exit code {returncode}", False
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_lines(path: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+    return []
+
+
+def visible_devices() -> str | None:
+    """What this worker may use of the host's GPUs, as ``CUDA_VISIBLE_DEVICES`` says it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def assign_devices(workers: Sequence[str], visible: Sequence[str | None]) -> tuple[str, ...]:
+    """The ``CUDA_VISIBLE_DEVICES`` entry of each rank, from its worker's address and what that worker sees.
+
+    dask-cuda rotates the list so that a worker's own GPU comes first; plain workers of one host all see the same list
+    and take its entries in turn. Raises ``InputError`` when a host has fewer GPUs than ranks.
+    """
+    devices: list[str] = []
+    for index, (address, entries) in enumerate(zip(workers, visible, strict=True)):
+        host = urlsplit(address).hostname
+        before = [other for other in range(index) if urlsplit(workers[other]).hostname == host]
+        if entries is None:
+            devices.append(str(len(before)))
+            continue
+        own = entries.split(",")
+        taken = {devices[other] for other in before}
+        free = [entry for entry in own if entry and entry not in taken]
+        if not free:
+            raise InputError(
+                "a host has fewer GPUs than ranks",
+                got=f"CUDA_VISIBLE_DEVICES={entries} for {len(before) + 1} ranks on {host}",
+                expected="a GPU for every rank",
+                fix="ask for fewer GPUs, or start the workers with dask-cuda",
+            )
+        devices.append(free[0])
+    return tuple(devices)

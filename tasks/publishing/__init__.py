@@ -1,0 +1,1 @@
+"""From recorded timings to a published predictor: train, validate, pass the gate, publish, report."""

@@ -1,0 +1,128 @@
+"""Cross-validate on the training rows, score the held-out models, and find the intervals that hold."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from precision_time.predictor.learning.boosting import FEWEST_FOR_MANY
+from precision_time.predictor.learning.error_covariance import Effect
+from precision_time.predictor.learning.splits import SPLITS, feasible_splits
+from precision_time.predictor.rows.observations import Observation
+from precision_time.predictor.scoring.cross_validation import (
+    SPEED_UP,
+    CrossValidation,
+    cross_validate_all,
+    score_holdout,
+)
+from precision_time.predictor.scoring.fit_error_covariance import estimate_effects
+from precision_time.predictor.setup.precision import PRECISIONS
+from precision_time.tasks.publishing.train import Snapshot
+
+__all__ = ["Accuracy", "Validation", "chance_of_coverage", "coverage_holds", "validate_predictor"]
+
+#: The split whose errors calibrate the interval of each regime; the next one where there is no such split.
+CALIBRATED_ON = {
+    "known": ("configuration",),
+    "new pair": ("source-model-gpu",),
+    "new model": ("leave-model-out",),
+    "new family": ("leave-family-out", "leave-model-out"),
+    "new gpu": ("leave-gpu-out",),
+    "new model and gpu": ("leave-gpu-out",),
+    "beyond scale": ("scale",),
+}
+#: Whose errors are told by precision too.
+_BY_PRECISION = "configuration"
+_IMPOSSIBLE = "the rows do not hold both what teaches and what is left out"
+_ROW_OF_FEW = "of few rows not asked for, since only repeats tell it from 5-fold by configuration"
+#: A coverage this near to the level is as good as it; below, chance must explain it:
+COVERAGE_BAND = 0.05
+#: A coverage so low that chance alone gives it in fewer than one of a hundred gates stops the publication.
+COVERAGE_SIGNIFICANCE = 0.01
+#: Metrics by split and method, as the manifest stores them.
+Accuracy = dict[str, dict[str, dict[str, float | None]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Accuracy by split and method, out-of-fold predictions by split, and the interval radii they support.
+
+    ``effects`` say how these errors hang together, by which measured rows correct other answers. ``by_precision`` is
+    the accuracy of the 5-fold cross-validation by configuration on the rows of each policy, by method; ``left_out``
+    are the splits that were not scored, and why.
+    """
+
+    accuracy: Accuracy
+    cross_validations: dict[str, CrossValidation]
+    radii: dict[str, float]
+    level: float
+    effects: Mapping[str, Effect] = field(default_factory=dict)
+    by_precision: Accuracy = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Validation:
+    """Every split the training rows allow, and the held-out models, each with its baselines.
+
+    Few rows, a campaign's own, are put to all splits but 5-fold by row, which takes as long as one of the others.
+    """
+    rows = snapshot.training
+    possible = feasible_splits(rows)
+    left_out = {split: _IMPOSSIBLE for split in SPLITS if split not in possible}
+    if len(rows) < FEWEST_FOR_MANY:
+        left_out["row"] = _ROW_OF_FEW
+    splits = tuple(split for split in possible if split not in left_out)
+    done = cross_validate_all(
+        rows, splits=splits, level=level, seed=seed, processes=1 if len(rows) < FEWEST_FOR_MANY else 2
+    )
+    if SPEED_UP not in done:
+        left_out[SPEED_UP] = _IMPOSSIBLE
+    accuracy: Accuracy = {split: result.metrics() for split, result in done.items()}
+    if snapshot.holdout:
+        accuracy["holdout"] = score_holdout(rows, snapshot.holdout, seed=seed)
+    # An interval that does not hold on its own split is not given out: such questions get the widest one instead.
+    radii = {
+        regime: done[split].radius_of(regime)
+        for regime, candidates in CALIBRATED_ON.items()
+        for split in [next((split for split in candidates if split in done), None)]
+        if split is not None and coverage_holds(accuracy[split], level=level)
+    }
+    return Validation(
+        accuracy=accuracy,
+        cross_validations=done,
+        radii={regime: radius for regime, radius in radii.items() if radius is not None},
+        level=level,
+        effects=estimate_effects(done, rows, seed=seed),
+        by_precision=_score_by_precision(done[_BY_PRECISION], rows) if _BY_PRECISION in done else {},
+        left_out=left_out,
+    )
+
+
+def _score_by_precision(result: CrossValidation, rows: Sequence[Observation]) -> Accuracy:
+    """Metrics by policy and method: of each method on the rows of the policy."""
+    policies = np.array([rows[row].setup.precision.name for row in result.rows])
+    return {
+        policy: result.restrict(policies == policy, split=result.split).metrics()
+        for policy in PRECISIONS
+        if (policies == policy).any()
+    }
+
+
+def chance_of_coverage(covered: int, rows: int, level: float) -> float:
+    """The probability that at most ``covered`` of ``rows`` intervals of ``level`` hold, if the level is true."""
+    hold, miss = math.log(level), math.log1p(-level)
+    return math.fsum(
+        math.exp(math.lgamma(rows + 1) - math.lgamma(k + 1) - math.lgamma(rows - k + 1) + k * hold + (rows - k) * miss)
+        for k in range(covered + 1)
+    )
+
+
+def coverage_holds(metrics: dict[str, dict[str, float | None]], *, level: float) -> bool:
+    """Whether the coverage of a split's intervals is what chance allows at ``level``; False where it is not known."""
+    coverage, rows = metrics["predictor"]["coverage"], metrics["predictor"]["n"]
+    if coverage is None or rows is None:
+        return False
+    if abs(coverage - level) <= COVERAGE_BAND:
+        return True
+    return chance_of_coverage(round(coverage * rows), round(rows), level) >= COVERAGE_SIGNIFICANCE

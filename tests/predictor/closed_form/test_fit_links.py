@@ -1,0 +1,208 @@
+"""Public curves of collectives: what their rows mean, the fit of the closed forms, and its errors by site."""
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from precision_time.predictor.closed_form.collectives import parse_links, shipped_links, time_collective
+from precision_time.predictor.closed_form.fit_links import (
+    cross_validate_collectives,
+    evaluate_collectives,
+    fit_links,
+    format_links,
+    score_collectives,
+)
+from precision_time.predictor.closed_form.link_curves import (
+    curve_site,
+    describe_curve_hardware,
+    describe_curve_network,
+    read_points,
+)
+from precision_time.predictor.rows.public_table import shipped_collectives
+from precision_time.storage.errors import InputError, UnknownNameError
+
+
+def make_row(**changes):
+    row = {
+        "curve_id": "a", "source": "someone/logs a.txt@0", "collective": "all_reduce", "gpu": "A100 SXM4 80GB",
+        "num_gpus": 16.0, "num_nodes": 2.0, "gpus_per_node": 8.0, "intra_link": "NVLink3+NVSwitch 300 GB/s/dir/GPU",
+        "inter_link": "InfiniBand 8x200 Gb/s per node (HDR)", "bytes": 2.0**26, "seconds": 1e-3, "healthy": 1.0,
+        "notes": "",
+    }  # fmt: skip
+    return row | changes
+
+
+def test_a_row_s_own_node_link_and_network_go_before_the_usual_ones():
+    h800 = describe_curve_hardware(make_row(gpu="H800 SXM", intra_link="NVLink4 200 GB/s/dir/GPU", gpus_per_node=4.0))
+    assert h800.link_bytes_per_s == 200e9
+    assert h800.gpus_per_node == 4
+    assert describe_curve_hardware(make_row()).network_bytes_per_s == 200e9
+    assert describe_curve_hardware(make_row(inter_link="RoCE 200 Gb/s direct cable")).network_bytes_per_s == 25e9
+    slingshot = describe_curve_hardware(make_row(inter_link="Slingshot-11 (NIC count not printed)", gpus_per_node=4.0))
+    assert slingshot.network_bytes_per_s == 100e9
+    untold = describe_curve_hardware(make_row(inter_link=None, intra_link=np.nan, gpus_per_node=np.nan))
+    assert untold == describe_curve_hardware({"gpu": "A100 SXM4 80GB"})
+    bridge = describe_curve_hardware(make_row(gpu="A100 PCIe 80GB", intra_link="NVLink3 bridge (pair)"))
+    assert bridge.link == "nvlink3-switch"
+    with pytest.raises(UnknownNameError):
+        describe_curve_hardware(make_row(gpu="not printed"))
+
+
+@pytest.mark.parametrize(
+    ("inter_link", "notes", "network"),
+    [
+        ("InfiniBand 8x400 Gb/s per node (NDR, ConnectX-7)", "", "infiniband"),
+        ("RoCE 1x400 Gb/s per node (ConnectX-7)", "", "roce"),
+        ("EFA 4x100 Gb/s per node", "", "efa"),
+        ("Slingshot-11 4x200 Gb/s per node", "", "slingshot"),
+        ("GPUDirect-TCPX 4x200 Gb/s per node", "", "ethernet"),
+        ("RoCE VF (speed not printed)", "NCCL_IB_DISABLE=1", "ethernet"),
+        ("not printed", "", "common"),
+        (None, None, "common"),
+    ],
+)
+def test_the_kind_of_network_is_read_from_the_row(inter_link, notes, network):
+    assert describe_curve_network(make_row(inter_link=inter_link, notes=notes)) == network
+
+
+def test_repositories_that_measured_one_operator_s_machines_are_one_site():
+    efa = make_row(source="someone/logs b.txt@1", inter_link="EFA 32x100 Gb/s per node")
+    assert curve_site(efa) == curve_site(make_row(source="aws-samples/tests README.md@7"))
+    assert curve_site(make_row(source="someone/logs b.txt@1")) == curve_site(make_row()) == "someone"
+    first, second = (make_row(source=f"NVIDIA/nccl-tests issue {number}") for number in (119, 309))
+    assert curve_site(first) != curve_site(second)
+
+
+def test_rows_that_cannot_be_predicted_are_counted_by_reason_and_never_raise():
+    rows = [
+        make_row(),
+        make_row(gpu="MI300X"),
+        make_row(gpu="not printed"),
+        make_row(gpu=None),
+        make_row(collective="gather"),
+        make_row(collective=np.nan),
+        make_row(healthy=0.0),
+        make_row(seconds=0.0),
+        make_row(seconds="fast"),
+        make_row(bytes=np.nan),
+        make_row(bytes=True),
+        make_row(num_gpus=15.0),
+        make_row(num_gpus=1.0, num_nodes=1.0),
+        make_row(num_nodes=0.5),
+        make_row(num_nodes=np.inf),
+        make_row(gpus_per_node="many", inter_link="0 Gb/s"),
+    ]
+    frame = pd.DataFrame(rows, dtype=object)
+    result = evaluate_collectives(frame, by=("collective", "gpu", "num_nodes"))
+    assert result["overall"]["n"] == 1
+    assert result["refused"] == {
+        "no data of AMD devices": 1, "hardware unknown": 3, "collective unknown": 2, "reported as slow or broken": 1,
+        "seconds unusable": 2, "bytes unusable": 2, "num_gpus unusable": 2, "num_nodes unusable": 2,
+    }  # fmt: skip
+    assert result["by"]["num_nodes"] == {"2": result["overall"]}
+    empty = evaluate_collectives(frame.iloc[1:], by=("gpu",))
+    assert empty["overall"] == {"n": 0, "median_ape": None, "p90_ape": None}
+    assert empty["by"] == {"gpu": {}}
+
+
+def test_errors_are_those_of_the_predicted_times_in_every_group():
+    points, _ = read_points(pd.DataFrame([make_row()]))
+    point = points[0]
+    exact = time_collective(
+        shipped_links(), point.kind, point.message_bytes, point.ranks, point.nodes, point.hardware, point.network
+    )
+    rows = [make_row(seconds=exact, notes="exact"), make_row(seconds=exact / 2, notes="half"),
+            make_row(seconds=exact / 2, notes="half")]  # fmt: skip
+    result = evaluate_collectives(pd.DataFrame(rows), by=("notes", "size_band", "site"))
+    assert result["overall"]["median_ape"] == pytest.approx(1.0)
+    assert result["by"]["notes"]["exact"]["p90_ape"] == pytest.approx(0.0)
+    assert result["by"]["notes"]["half"] == {"n": 2, "median_ape": pytest.approx(1.0), "p90_ape": pytest.approx(1.0)}
+    assert result["by"]["size_band"]["1-64 MiB"]["n"] == 3
+    assert result["by"]["site"]["someone"]["n"] == 3
+    with pytest.raises(InputError, match="colour"):
+        evaluate_collectives(pd.DataFrame(rows), by=("colour",))
+
+
+def _frame_of(links, sites):
+    """Curves of every site that follow ``links`` exactly."""
+    rows = [
+        make_row(source=f"{site}/logs a", bytes=float(size), collective=kind, num_gpus=8.0 * nodes, num_nodes=nodes)
+        for site in sites
+        for kind in ("all_reduce", "all_gather")
+        for nodes in (1.0, 2.0)
+        for size in 2.0 ** np.arange(12, 33, 2)
+    ]
+    frame = pd.DataFrame(rows)
+    points, _ = read_points(frame)
+    frame["seconds"] = [
+        time_collective(links, p.kind, p.message_bytes, p.ranks, p.nodes, p.hardware, p.network) for p in points
+    ]
+    return frame
+
+
+def _slow_links():
+    links = shipped_links()
+    nvlink3 = dataclasses.replace(links.links["nvlink3-switch"], efficiency=0.55)
+    infiniband = dataclasses.replace(links.networks["infiniband"], efficiency=0.5)
+    return dataclasses.replace(
+        links,
+        links={**links.links, "nvlink3-switch": nvlink3},
+        networks={**links.networks, "infiniband": infiniband},
+    )
+
+
+def test_a_fit_follows_the_curves_it_is_given():
+    frame = _frame_of(_slow_links(), [f"site-{number}" for number in range(12)])
+    before = evaluate_collectives(frame)["overall"]["median_ape"]
+    after = evaluate_collectives(frame, links=fit_links(frame))["overall"]["median_ape"]
+    assert before > 0.1
+    assert after < before / 2
+
+
+def test_a_site_s_own_times_do_not_change_what_is_predicted_for_it():
+    frame = _frame_of(_slow_links(), ["one", "two", "three"])
+    own = frame["source"].str.startswith("one/")
+
+    def left_out(factor):
+        times = frame["seconds"].where(~own, frame["seconds"] / factor)
+        result = cross_validate_collectives(frame.assign(seconds=times), by=("site",))
+        # So far below what is predicted, the error is predicted x factor / measured - 1.
+        return 1 + result["by"]["site"]["one"]["median_ape"]
+
+    assert left_out(1000) == pytest.approx(10 * left_out(100), rel=1e-9)
+
+
+def test_both_scores_cover_the_same_rows_and_unseen_sites_are_harder():
+    frame = shipped_collectives()
+    scores = score_collectives(frame[frame["num_nodes"] > 1], by=("site",))
+    assert scores["left_out"]["overall"]["n"] == scores["in_sample"]["overall"]["n"] > 500
+    assert scores["in_sample"]["overall"]["median_ape"] < scores["left_out"]["overall"]["median_ape"] < 0.35
+    assert set(scores["left_out"]["by"]["site"]) == set(scores["in_sample"]["by"]["site"])
+
+
+def test_nothing_to_fit_or_to_hold_out_is_refused():
+    with pytest.raises(InputError, match="no curve"):
+        fit_links(pd.DataFrame([make_row(gpu="MI300X")]))
+    with pytest.raises(InputError, match="too few sites"):
+        cross_validate_collectives(pd.DataFrame([make_row()]))
+
+
+def test_the_shipped_constants_are_the_fit_of_the_shipped_curves_and_survive_the_file():
+    fitted = fit_links(shipped_collectives())
+    text = format_links(fitted)
+    assert format_links(parse_links(text)) == text
+    shipped, fresh = shipped_links(), parse_links(text)
+    for table in ("links", "networks", "collectives"):
+        for name, law in getattr(fresh, table).items():
+            for field in dataclasses.fields(law):
+                value, kept = getattr(law, field.name), getattr(getattr(shipped, table)[name], field.name)
+                assert np.asarray(kept) == pytest.approx(np.asarray(value), rel=0.02), f"{name} {field.name}"
+
+
+def test_the_shipped_constants_are_near_the_public_curves():
+    result = evaluate_collectives(shipped_collectives())
+    assert result["overall"]["n"] > 2000
+    assert result["overall"]["median_ape"] < 0.15
+    assert result["by"]["size_band"]["> 64 MiB"]["median_ape"] < 0.10

@@ -1,0 +1,148 @@
+"""What the training data covered, how far a question is from it, and what of it is new, in few words."""
+
+import dataclasses
+
+import pytest
+
+from precision_time.predictor.learning.domain import REGIMES, TrainingDomain, network_of
+from precision_time.predictor.rows.observations import Observation, observe
+from precision_time.predictor.setup.hardware import find_hardware
+from precision_time.predictor.setup.precision import parse_precision
+from precision_time.predictor.setup.training_setup import TrainingSetup
+from precision_time.predictor.workloads.workload import find_workload
+
+KNOWN, SISTER, STRANGER = "vit_b16", "vit_base_patch32_224", "gnmt"
+
+
+@pytest.fixture(scope="module")
+def rows(measure) -> list[Observation]:
+    return observe(measure(models=("resnet50", KNOWN), batches=(8, 32)))
+
+
+@pytest.fixture(scope="module")
+def domain(rows) -> TrainingDomain:
+    return TrainingDomain.of(rows)
+
+
+def ask(model: str = "resnet50", *, gpu: str = "A100-SXM4-80GB", world_size: int = 1, **told: object) -> TrainingSetup:
+    precision = parse_precision(str(told.pop("precision", "fp32")))
+    usual = {"nodes": 1, "batch_size": 16}
+    workload = find_workload(model, task_input=str(told.pop("task_input", "")))
+    return TrainingSetup(
+        workload=workload, hardware=find_hardware(gpu), precision=precision, world_size=world_size,
+        **usual | told,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "world_size", "regime"),
+    [
+        (KNOWN, "A100-SXM4-80GB", 2, "known"),
+        ("vit_base_patch16_224", "A100-SXM4-80GB", 2, "known"),  # another name of a known network
+        (KNOWN, "A100-SXM4-80GB", 3, "beyond scale"),
+        (KNOWN, "A100-PCIe-40GB", 2, "new gpu"),
+        (KNOWN, "A100-PCIe-40GB", 64, "new gpu"),
+        (SISTER, "A100-SXM4-80GB", 2, "new model"),
+        (SISTER, "A100-SXM4-80GB", 64, "new model"),
+        (STRANGER, "A100-SXM4-80GB", 2, "new family"),
+        (STRANGER, "A100-SXM4-80GB", 64, "new family"),
+        (SISTER, "V100-SXM2-16GB", 2, "new model and gpu"),
+        (STRANGER, "V100-SXM2-16GB", 64, "new model and gpu"),
+    ],
+)
+def test_the_regime_is_what_is_new(domain, model: str, gpu: str, world_size: int, regime: str) -> None:
+    assert domain.regime_of(ask(model, gpu=gpu, world_size=world_size)) == regime
+    assert regime in REGIMES
+
+
+def test_inside_the_domain_there_are_no_gaps(domain, rows) -> None:
+    assert all(domain.list_gaps(seen.setup) == [] for seen in rows)
+    assert domain.list_gaps(ask("vit_base_patch16_224")) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"model": STRANGER}, "gnmt was never seen"),
+        ({"gpu": "T4-16GB"}, "T4-16GB was never measured"),
+        ({"world_size": 4}, "at most 2 ranks"),
+        ({"precision": "tf32"}, "tf32 was never measured, only amp_bf16, fp32"),
+        ({"batch_size": 7}, "batch 7 is outside the measured 8 to 32"),
+        ({"batch_size": 33}, "batch 33 is outside the measured 8 to 32"),
+        ({"gradient_accumulation_steps": 2}, "at most 1 micro-steps"),
+        ({"task_input": "1024"}, "input 1024 takes 171 GFLOP a sample, outside the measured 8.18"),
+        ({"task_input": "64"}, "outside the measured 8.18"),
+    ],
+)
+def test_each_thing_that_is_new_is_said(domain, asked: dict, says: str) -> None:
+    (gap,) = domain.list_gaps(ask(**asked))
+    assert says in gap
+
+
+def test_a_slightly_other_resolution_is_no_other_input(domain) -> None:
+    assert domain.list_gaps(ask(task_input="256")) == []
+
+
+def test_all_that_is_new_is_said_at_once(domain) -> None:
+    setup = ask(STRANGER, gpu="T4-16GB", world_size=4, precision="amp_fp16", gradient_accumulation_steps=2)
+    assert len(domain.list_gaps(setup)) == 5
+
+
+def test_a_batch_is_judged_by_what_was_measured_of_the_same_network(domain, rows) -> None:
+    wide = TrainingDomain.of([*rows, *(seen for seen in observe_batch(rows, "resnet50", 512))])
+    assert wide.list_gaps(ask("resnet50", batch_size=512)) == []
+    assert len(wide.list_gaps(ask(KNOWN, batch_size=512))) == 1
+
+
+def observe_batch(rows: list[Observation], model: str, batch_size: int) -> list[Observation]:
+    (*_, last) = (seen for seen in rows if seen.measurement.model == model)
+    return observe([dataclasses.replace(last.measurement, per_gpu_batch_size=batch_size)])
+
+
+def test_few_names_are_listed_and_many_counted_with_the_nearest(domain) -> None:
+    few = domain.list_gaps(ask(STRANGER))[0]
+    assert few.endswith("only resnet50, vit_base_patch16")
+    many = dataclasses.replace(
+        domain,
+        networks=tuple(f"net{number}" for number in range(1000)),
+        gpus=(*(f"Card-{number}" for number in range(100)), "V100-SXM2-16GB"),
+        batch_sizes={},
+    )
+    for gap in many.list_gaps(ask(STRANGER, gpu="V100-SXM2-32GB")):
+        assert len(gap) < 150
+    of_gpus = many.list_gaps(ask(gpu="V100-SXM2-32GB"))[1]
+    assert "101 others, among them V100-SXM2-16GB" in of_gpus
+
+
+def test_many_names_of_which_none_is_near_are_only_counted(domain) -> None:
+    many = dataclasses.replace(domain, gpus=tuple(f"zzzz{number}" for number in range(10)))
+    (gap,) = many.list_gaps(ask(gpu="T4-16GB"))
+    assert gap == "T4-16GB was never measured, only 10 others"
+
+
+def test_a_network_goes_by_one_name_and_one_without_by_its_own() -> None:
+    assert network_of(ask("vit_b16")) == network_of(ask("vit_base_patch16_224")) == "vit_base_patch16"
+    nameless = dataclasses.replace(find_workload("mlp"), network="", name="mine")
+    assert network_of(dataclasses.replace(ask(), workload=nameless)) == "mine"
+
+
+def test_a_domain_survives_its_dictionary(domain) -> None:
+    assert TrainingDomain.from_dict(domain.to_dict()) == domain
+
+
+@pytest.mark.parametrize("missing", ["networks", "batch_sizes", "max_world_size"])
+def test_a_dictionary_that_lacks_a_part_is_refused(domain, missing: str) -> None:
+    values = domain.to_dict()
+    del values[missing]
+    with pytest.raises(KeyError, match=missing):
+        TrainingDomain.from_dict(values)
+
+
+def test_a_network_and_a_gpu_that_never_met_are_a_new_pair(measure) -> None:
+    met = TrainingDomain.of(
+        observe(measure(models=("resnet50",)) + measure(models=(KNOWN,), gpu="V100-SXM2-16GB", precisions=("fp32",)))
+    )
+    assert met.regime_of(ask("resnet50", world_size=2)) == "known"
+    assert met.regime_of(ask(KNOWN, world_size=2)) == "new pair"
+    assert any(f"{KNOWN} was never measured on A100" in gap for gap in met.list_gaps(ask(KNOWN, world_size=2)))
+    assert TrainingDomain.from_dict(met.to_dict()) == met

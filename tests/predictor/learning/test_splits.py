@@ -1,0 +1,157 @@
+"""Each split leaves out together what belongs together, and its folds never teach what they ask."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from precision_time.predictor.learning.splits import (
+    SPLITS,
+    OneWaySplit,
+    RotatingSplit,
+    feasible_splits,
+    same_but_precision,
+)
+from precision_time.predictor.rows.features import Query
+from precision_time.predictor.rows.observations import Observation, observe
+from precision_time.storage.errors import InputError
+
+GPUS = ("A100-SXM4-80GB", "A100-SXM4-40GB", "V100-SXM2-16GB", "H100-SXM5-80GB")
+
+
+@pytest.fixture(scope="module")
+def rows(measure) -> list[Observation]:
+    measured = [
+        one
+        for gpu in GPUS
+        for one in measure(
+            gpu=gpu,
+            precisions=("fp32", "amp_fp16"),
+            world_sizes=(1, 2, 4, 8),
+            batches=(8, 16),
+            models=("mlp", "vit_tiny"),
+        )
+    ]
+    return observe(measured)
+
+
+def called(seen: Observation, name: str) -> Observation:
+    """The same row under another name of its network."""
+    return replace(seen, measurement=replace(seen.measurement, model=name))
+
+
+def large(seen: Observation) -> Observation:
+    """The same row on 16 GPUs in two nodes."""
+    measured = replace(seen.measurement, world_size=16, nodes=2)
+    return replace(seen, measurement=measured, query=Query.of(replace(seen.setup, world_size=16, nodes=2)))
+
+
+def rotating() -> list[str]:
+    return [name for name, split in SPLITS.items() if isinstance(split, RotatingSplit)]
+
+
+@pytest.mark.parametrize("name", rotating())
+def test_a_rotating_split_asks_every_row_once_and_never_what_it_taught(rows, name: str) -> None:
+    split = SPLITS[name]
+    folds = split.divide(rows, seed=0)
+    assert 2 <= len(folds) <= split.folds
+    assert sorted(np.concatenate([fold.test for fold in folds])) == list(range(len(rows)))
+    for fold in folds:
+        assert len(fold.train) + len(fold.test) == len(rows)
+        assert not {split.group(rows[i]) for i in fold.train} & {split.group(rows[i]) for i in fold.test}
+    assert split.calibrate(rows) is None
+
+
+def test_the_table_of_splits_has_the_folds_it_says() -> None:
+    folds = {name: split.folds if isinstance(split, RotatingSplit) else 1 for name, split in SPLITS.items()}
+    assert folds == {
+        "row": 5,
+        "configuration": 5,
+        "source-model-gpu": 10,
+        "leave-model-out": 10,
+        "leave-family-out": 10,
+        "leave-gpu-out": 10,
+        "scale": 1,
+        "precision-transfer": 1,
+    }
+
+
+def test_replicates_may_straddle_folds_by_row_only(rows) -> None:
+    twice = [replace(seen) for seen in rows] + list(rows)
+    by_row = SPLITS["row"].divide(twice, seed=0)
+    apart = [
+        sum(number in fold.test for number in pair) == 1
+        for pair in zip(range(len(rows)), range(len(rows), len(twice)), strict=True)
+        for fold in by_row
+    ]
+    assert any(apart)
+    for fold in SPLITS["configuration"].divide(twice, seed=0):
+        first = {int(i) for i in fold.test if i < len(rows)}
+        assert first == {int(i) - len(rows) for i in fold.test if i >= len(rows)}
+
+
+@pytest.mark.parametrize("name", ["configuration", "source-model-gpu", "leave-model-out"])
+def test_names_of_one_network_leave_together(rows, name: str) -> None:
+    group = SPLITS[name].group
+    for seen in rows[:4]:
+        assert group(called(seen, "another name")) == group(seen)
+
+
+def test_sister_parts_of_one_chip_leave_together(rows) -> None:
+    for fold in SPLITS["leave-gpu-out"].divide(rows, seed=0):
+        gone = {rows[i].setup.hardware.name for i in fold.test}
+        assert ("A100-SXM4-80GB" in gone) == ("A100-SXM4-40GB" in gone)
+    assert len(SPLITS["leave-gpu-out"].divide(rows, seed=0)) == 3
+
+
+def test_scale_teaches_up_to_8_gpus_and_calibrates_inside_them(rows) -> None:
+    all_rows = [*rows, *(large(seen) for seen in rows[:6])]
+    (fold,) = SPLITS["scale"].divide(all_rows, seed=0)
+    assert {all_rows[i].setup.world_size for i in fold.train} == {1, 2, 4, 8}
+    assert {all_rows[i].setup.world_size for i in fold.test} == {16}
+    inner = SPLITS["scale"].calibrate(all_rows)
+    assert inner is not None
+    assert {all_rows[i].setup.world_size for i in inner.train} == {1, 2}
+    assert {all_rows[i].setup.world_size for i in inner.test} == {4, 8}
+
+
+def test_precision_transfer_asks_configurations_that_taught_in_fp32_or_tf32(rows, measure) -> None:
+    alone = observe(measure(models=("bert_mini",), precisions=("amp_bf16",)))
+    tf32 = observe(measure(models=("mlp",), precisions=("tf32",), batches=(64,)))
+    all_rows = [*rows, *alone, *tf32]
+    (fold,) = SPLITS["precision-transfer"].divide(all_rows, seed=0)
+    assert {all_rows[i].setup.precision.name for i in fold.train} == {"fp32", "tf32"}
+    assert {all_rows[i].setup.precision.name for i in fold.test} == {"amp_fp16"}
+    assert len(fold.test) == len(rows) / 2
+    inner = SPLITS["precision-transfer"].calibrate(all_rows)
+    assert inner is not None
+    assert {all_rows[i].setup.precision.name for i in inner.train} == {"fp32"}
+    assert {all_rows[i].setup.precision.name for i in inner.test} == {"tf32"}
+
+
+def test_a_one_way_split_without_two_sides_is_refused_and_not_feasible(rows) -> None:
+    assert "scale" not in feasible_splits(rows)
+    with pytest.raises(InputError, match="nothing can be left out"):
+        SPLITS["scale"].divide(rows, seed=0)
+    assert isinstance(SPLITS["scale"], OneWaySplit)
+
+
+def test_only_splits_with_something_to_leave_out_are_feasible(measure) -> None:
+    one_model = observe(measure(models=("mlp",)))
+    assert set(feasible_splits(one_model)) == {"row", "configuration", "precision-transfer"}
+
+
+def test_rows_pair_up_only_where_nothing_but_precision_differs(rows) -> None:
+    first = rows[0]
+    other = next(seen for seen in rows if same_but_precision(seen) == same_but_precision(first) and seen is not first)
+    assert other.setup.precision != first.setup.precision
+    assert sum(same_but_precision(seen) == same_but_precision(first) for seen in rows) == 2
+    elsewhere = replace(first, measurement=replace(first.measurement, source="elsewhere"))
+    assert same_but_precision(elsewhere) != same_but_precision(first)
+
+
+def test_a_split_that_could_leave_too_few_rows_to_learn_from_is_not_feasible(measure) -> None:
+    many = observe(measure(gpu="A100-SXM4-80GB"))
+    few = observe(measure(gpu="H100-SXM5-80GB"))
+    assert "leave-gpu-out" not in feasible_splits([*many, *few[:3]])
+    assert "leave-gpu-out" in feasible_splits([*many, *few[:4]])

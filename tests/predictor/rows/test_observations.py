@@ -1,0 +1,293 @@
+"""Rows become observations: which facts describe their network, what they tell of links, and why others are refused."""
+
+import csv
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from precision_time.predictor.rows import observations
+from precision_time.predictor.rows.observations import (
+    Observation,
+    describe_row,
+    observe,
+    observe_table,
+    read_network,
+    weigh_rows,
+)
+from precision_time.predictor.rows.public_table import load_public_table
+from precision_time.predictor.setup.hardware import find_hardware
+from precision_time.predictor.setup.implementation import Implementation
+from precision_time.predictor.workloads.cards import Card, find_card
+from precision_time.predictor.workloads.workload import WorkloadFeatures, describe_entry, find_workload
+from precision_time.predictor.workloads.zoo import ZooEntry, find_entry
+
+ROW = {"model": "resnet50", "gpu": "A100-SXM4-80GB", "num_gpus": "8", "precision": "amp_fp16",
+       "batch_size_per_gpu": "32", "task_input": "224", "seconds_per_micro_step": "0.1", "parallelism": "ddp",
+       "source_repo": "me/mine", "framework": "PyTorch"}  # fmt: skip
+
+
+def tabled(tmp_path: Path, *rows: dict[str, str]) -> pd.DataFrame:
+    path = tmp_path / "table.csv"
+    filled = [ROW | row for row in rows]
+    names = list(dict.fromkeys(name for row in filled for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(filled)
+    return load_public_table(str(path)).kept
+
+
+def observe_one(tmp_path: Path, **told: str) -> Observation:
+    (seen,), refused = observe_table(tabled(tmp_path, told))
+    assert refused == {}
+    return seen
+
+
+def card_of(model: str, task_input: str = "") -> Card:
+    card = find_card(model, task_input)
+    assert card is not None
+    return card
+
+
+def described(model: str, task_input: str, params: float | None, flops: float | None) -> WorkloadFeatures:
+    workload = describe_row(model, task_input, params, flops)
+    assert workload is not None
+    return workload
+
+
+@pytest.mark.parametrize(
+    ("text", "gbit_per_s"),
+    [
+        ("intra: NVLINK Gen4 900 GB/s + NVSWITCH Gen3; inter: 8x ConnectX-7 IB NDR 400Gb/s", 3200),
+        ("intra: NVLINK 3.0, NVSWITCH 2.0 600GB/s; inter: 8x ConnectX-6 IB HDR 200Gb/Sec", 1600),
+        ("inter: 4 x Mellanox Technologies MT28908 Family [ConnectX-6] HDR 200 Gb/Sec", 800),
+        ("inter: 1x Ethernet 40Gb/Sec, 8x ConnectX-6 IB HDR 200Gb/Sec", 1600),
+        ("inter: 8x ConnectX-7 IB NDR 400Gb/s + 200Gb/s Ethernet NIC", 3200),
+        ("intra: PCIe Gen4; inter: BF3 200Gbps for NS and 2xBF3 400Gbps for EW", 800),
+        ("inter: 1x 100Gb/s for storage and 8x 400Gb/s for training", 3200),
+        ("inter: InfiniBand 100 Gb/sec (4X EDR)", 100),
+        ("NVLink + InfiniBand 100Gb EDR", 100),
+        ("NVLink + RDMA 400Gb/GPU", 3200),
+        ("RoCE 1600Gbps/node", 1600),
+        ("25 Gbit/s", 25),
+        # serves management: the times of such rows say so
+        ("intra: NVLINK2.0; inter: 1Gb Ethernet", None),
+        ("NVLink + InfiniBand", None),
+        ("intra: NVLINK Gen5 1800 GB/s", None),
+        ("inter: ROCE2; Data bandwidth for GPU-PCIe: 504 GB/s; PCIe-NIC: 500 GB/s", None),
+        ("", None),
+    ],
+)
+def test_the_network_of_a_node_is_the_fastest_that_its_row_tells(text: str, gbit_per_s: float | None) -> None:
+    assert read_network(text) == (None if gbit_per_s is None else gbit_per_s * 1e9 / 8)
+
+
+def entry_of(model: str, task_input: str = "") -> ZooEntry:
+    entry = find_entry(model, task_input)
+    assert entry is not None
+    return entry
+
+
+def test_the_zoo_stands_for_a_row_of_nearly_its_parameters() -> None:
+    entry = entry_of("resnet50", "224")
+    silent = described("resnet50", "224", None, None)
+    assert silent == describe_entry(entry, name="resnet50")
+    assert (silent.params, silent.source) == (entry.params, "zoo")
+    # what the row says gives way where the zoo has its parameters within 10 %, whatever FLOPs it tells
+    for share, is_same in ((0.90, False), (0.92, True), (1.11, True), (1.12, False)):
+        assert (described("resnet50", "224", share * entry.params, 1e9) == silent) is is_same
+
+
+def test_a_card_of_a_row_s_own_size_comes_before_a_zoo_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = card_of("resnet50", "224")
+    assert card.params is not None
+    larger = dataclasses.replace(entry_of("resnet50", "224"), params=2 * card.params)
+    monkeypatch.setattr(observations, "find_entry", lambda name, task_input: larger)
+    found = described("resnet50", "224", float(card.params), None)
+    assert (found.params, found.walks, found.source) == (card.params, None, "card")
+    # a row that tells no parameters is of what the zoo has
+    assert described("resnet50", "224", None, None).params == larger.params
+
+
+def test_a_row_of_another_size_speaks_for_itself() -> None:
+    card = card_of("resnet50", "224")
+    assert card.params is not None
+    other = described("resnet50", "224", 1.2 * card.params, 5e9)
+    assert (other.params, other.forward_flops_per_sample) == (round(1.2 * card.params), 5e9)
+    assert other.walks is None
+    # and still goes by the same network
+    assert other.network == described("resnet50", "224", None, None).network
+
+
+def test_the_work_of_another_size_grows_with_its_parameters_where_the_row_tells_no_more() -> None:
+    card = card_of("resnet50", "224")
+    assert card.params is not None
+    assert card.forward_flops_per_sample is not None
+    other = described("resnet50", "224", 3 * card.params, None)
+    assert other.params == 3 * card.params
+    assert other.forward_flops_per_sample == pytest.approx(3 * card.forward_flops_per_sample)
+
+
+def test_the_zoo_of_hifigan_comes_first_whatever_its_rows_count() -> None:
+    entry = entry_of("hifigan", "8192")
+    generator_alone = described("hifigan", "8192", 14e6, 3e9)
+    assert generator_alone.params == entry.params > 5 * 14e6
+    assert generator_alone.forward_flops_per_sample == entry.fp32.total("flops", phase="forward")
+
+
+def test_a_card_without_work_takes_that_of_the_row() -> None:
+    card = card_of("amoebanet_d_18_256")
+    assert card.forward_flops_per_sample is None
+    workload = described("amoebanet_d_18_256", "", card.params, 7e9)
+    assert (workload.params, workload.forward_flops_per_sample) == (card.params, 7e9)
+    assert describe_row("amoebanet_d_18_256", "", card.params, None) is None
+
+
+def test_a_network_without_a_card_is_what_its_row_says_or_unknown() -> None:
+    workload = described("my_own_net", "224", 1e6, 2e9)
+    assert (workload.params, workload.forward_flops_per_sample, workload.network) == (10**6, 2e9, "")
+    assert describe_row("my_own_net", "224", 1e6, None) is None
+    assert describe_row("my_own_net", "224", None, 2e9) is None
+
+
+def test_a_row_becomes_what_was_run(tmp_path: Path) -> None:
+    seen = observe_one(tmp_path, row_id="r1", num_gpus="16", num_nodes="2", grad_accumulation_steps="4",
+                       interconnect="inter: 8x ConnectX-7 IB NDR 400Gb/s")  # fmt: skip
+    measured, setup = seen.measurement, seen.setup
+    assert (measured.source, measured.cell_id, measured.gpu, measured.precision) == (
+        "me/mine", "r1", "A100-SXM4-80GB", "amp_fp16"
+    )  # fmt: skip
+    assert measured.iteration_time_s == pytest.approx(4 * 0.1)
+    assert (setup.world_size, setup.nodes, setup.batch_size, setup.gradient_accumulation_steps) == (16, 2, 32, 4)
+    assert setup.layout.data == 16
+    assert setup.implementation.framework == "pytorch"
+    assert setup.hardware.network_bytes_per_s == 400e9
+    assert seen.index == 0
+    assert seen.query.closed.iteration_time_s > 0
+
+
+def test_the_network_counts_between_nodes_only(tmp_path: Path) -> None:
+    seen = observe_one(tmp_path, interconnect="inter: 8x ConnectX-7 IB NDR 400Gb/s")
+    assert seen.setup.hardware == find_hardware("A100-SXM4-80GB")
+
+
+def test_a_pipeline_told_as_one_batch_runs_it_sample_by_sample(tmp_path: Path) -> None:
+    told = {"model": "llama2_7b", "task_input": "4096", "parallelism": "pp4-tp2"}
+    whole = observe_one(tmp_path, **told)
+    assert (whole.setup.batch_size, whole.setup.gradient_accumulation_steps) == (1, 32)
+    assert whole.measurement.per_gpu_batch_size == 1
+    assert whole.measurement.gradient_accumulation_steps == 32
+    assert whole.measurement.iteration_time_s == pytest.approx(0.1)
+    divided = observe_one(tmp_path, **told, grad_accumulation_steps="8")
+    assert (divided.setup.batch_size, divided.setup.gradient_accumulation_steps) == (32, 8)
+    flat = observe_one(tmp_path, **told | {"parallelism": "tp8"})
+    assert (flat.setup.batch_size, flat.setup.gradient_accumulation_steps) == (32, 1)
+
+
+def test_rows_that_cannot_be_described_are_told_by_position_and_the_rest_kept(tmp_path: Path) -> None:
+    frame = tabled(tmp_path, {}, {"model": "my_own_net"}, {"model": "vgg16"})
+    seen, refused = observe_table(frame)
+    assert [(one.index, one.measurement.model) for one in seen] == [(0, "resnet50"), (2, "vgg16")]
+    assert refused == {1: "model unknown"}
+
+
+def test_an_error_of_one_row_is_its_own(tmp_path: Path) -> None:
+    frame = tabled(tmp_path, {}, {"num_gpus": "1"})
+    frame["policy"] = ["amp_fp16", "fp64"]
+    seen, refused = observe_table(frame)
+    assert [one.index for one in seen] == [0]
+    assert list(refused) == [1]
+    assert "fp64" in refused[1]
+    assert "\n" not in refused[1]
+
+
+def test_an_empty_table_has_no_observations(tmp_path: Path) -> None:
+    assert observe_table(tabled(tmp_path, {}).iloc[:0]) == ([], {})
+
+
+def test_names_of_one_network_share_it_and_sister_parts_their_chip(tmp_path: Path) -> None:
+    frame = tabled(
+        tmp_path,
+        {"model": "vit_b16", "gpu": "A100-SXM4-80GB"},
+        {"model": "vit_base_patch16_224", "gpu": "A100-PCIe-40GB"},
+        {"model": "resnet50", "gpu": "V100-SXM2-16GB"},
+    )
+    one, same, other = observe_table(frame)[0]
+    assert one.network == same.network != other.network
+    assert one.chip == same.chip != other.chip
+
+
+def test_a_contest_entry_is_known_as_one(tmp_path: Path) -> None:
+    assert observe_one(tmp_path, source_repo="mlcommons/training_results_v4.0").is_contest
+    assert not observe_one(tmp_path).is_contest
+
+
+def test_on_one_rank_the_iteration_is_compute(tmp_path: Path) -> None:
+    alone, eight = observe_one(tmp_path, num_gpus="1"), observe_one(tmp_path)
+    assert alone.compute_time_s == alone.measurement.iteration_time_s
+    assert eight.compute_time_s is None
+
+
+def test_a_campaigns_own_cards_and_devices_come_first(measure) -> None:
+    measured = measure(models=("mlp",))[:1]
+    own = dataclasses.replace(find_workload("mlp"), params=1)
+    device = dataclasses.replace(find_hardware("A100-SXM4-80GB"), memory_bytes=1)
+    (seen,) = observe(measured, workloads=[own], hardware=[device])
+    assert seen.setup.workload is own
+    assert seen.setup.hardware is device
+    assert seen.index == -1
+
+
+def test_a_fraction_of_a_sample_counts_as_one(tmp_path: Path) -> None:
+    frame = tabled(tmp_path, {})
+    frame["per_gpu_batch_size"] = 0.4
+    (seen,), _ = observe_table(frame)
+    assert seen.setup.batch_size == 1
+
+
+def test_a_blank_strategy_is_plain_data_parallelism(tmp_path: Path) -> None:
+    values: list[Any] = ["", math.nan]
+    for value in values:
+        frame = tabled(tmp_path, {})
+        frame["parallelism"] = value
+        (seen,), _ = observe_table(frame)
+        assert seen.measurement.strategy == "ddp"
+
+
+def test_the_rows_of_one_network_in_one_source_share_their_weight(tmp_path: Path) -> None:
+    often = [{"batch_size_per_gpu": str(number)} for number in range(1, 17)]
+    once = [{"model": "vgg16"}, {"source_repo": "another/one"}]
+    weights = weigh_rows(observe_table(tabled(tmp_path, *often, *once))[0])
+    assert weights.mean() == pytest.approx(1.0)
+    # 16 rows of one network weigh as 4 single ones; another network, or the same in another source, is on its own
+    assert weights[:16] == pytest.approx(weights[16] / 4)
+    assert weights[16] == weights[17]
+
+
+def test_a_row_that_tells_no_input_is_of_the_usual_one() -> None:
+    assert describe_row("resnet50", "", None, None) == describe_row("resnet50", "224", None, None)
+
+
+def test_the_options_of_a_run_are_facts_of_its_code_and_its_defaults_are_silent(measure) -> None:
+    plain = measure(models=("mlp",))[0]
+    told = dataclasses.replace(
+        plain, channels_last=True, compiled=True, checkpointing="full", fused_optimizer=True, world_size=2
+    )
+    (default,), (seen,) = observe([plain]), observe([told])
+    assert default.setup.implementation == Implementation()
+    assert seen.setup.implementation == Implementation(
+        channels_last=True, compiled=True, checkpointing="full", fused_kernels=True
+    )
+
+
+def test_compressed_gradients_take_less_time_on_the_wire_and_the_policy_keeps_its_name(measure) -> None:
+    plain = dataclasses.replace(measure(models=("mlp",))[0], precision="fp32", world_size=8)
+    squeezed = dataclasses.replace(plain, compression="bf16")
+    (one,), (other,) = observe([plain]), observe([squeezed])
+    assert other.setup.precision.name == one.setup.precision.name == "fp32"
+    assert other.setup.precision.communicate == "bf16"
+    assert other.closed.communication_time_s < one.closed.communication_time_s

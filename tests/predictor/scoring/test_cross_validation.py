@@ -1,0 +1,249 @@
+"""Metrics are what they are called, folds leak nothing, and the baselines stand on the same folds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+from precision_time.predictor.learning.intervals import radii_by_regime
+from precision_time.predictor.learning.splits import SPLITS
+from precision_time.predictor.rows.features import Query
+from precision_time.predictor.rows.observations import Observation, observe
+from precision_time.predictor.scoring.cross_validation import (
+    METHODS,
+    CrossValidation,
+    cross_validate,
+    cross_validate_all,
+    cross_validation_table,
+    measure_speed_up,
+    score_holdout,
+)
+from precision_time.predictor.scoring.metrics import score
+from precision_time.storage.errors import InputError
+
+
+def call_contest(seen: Observation) -> Observation:
+    """The same row as a submission to a benchmark contest."""
+    tuned = replace(seen.setup, implementation=replace(seen.setup.implementation, tuned=True))
+    return replace(seen, query=Query.of(tuned))
+
+
+def enlarge(seen: Observation, *, world_size: int) -> Observation:
+    """The same row on more GPUs, as long as before."""
+    nodes = max(1, world_size // 8)
+    measured = replace(seen.measurement, world_size=world_size, nodes=nodes, communication_time_s=None)
+    return replace(seen, measurement=measured, query=Query.of(replace(seen.setup, world_size=world_size, nodes=nodes)))
+
+
+def invent(
+    measured_s: list[float], predicted_s: list[float], *, folds: list[int], regimes: list[str] | None = None
+) -> CrossValidation:
+    """A cross-validation with the given figures."""
+    return CrossValidation(
+        split="row",
+        rows=np.arange(len(folds)),
+        measured_s=np.array(measured_s),
+        predicted_s={"predictor": np.array(predicted_s), "closed_form": np.ones(len(folds))},
+        folds=np.array(folds),
+        regimes=tuple(regimes or ["known"] * len(folds)),
+        covered=None,
+        level=0.9,
+    )
+
+
+def test_metrics_of_a_hand_worked_example() -> None:
+    metrics = score([1.1, 0.8, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0], covered=[True, False, False, True])
+    assert metrics["n"] == 4
+    assert metrics["mape"] == pytest.approx((0.1 + 0.2 + 1.0) / 4)
+    assert metrics["median_ape"] == pytest.approx(0.15)
+    assert metrics["within_10"] == pytest.approx(0.25, abs=0.26)
+    assert metrics["within_25"] == 0.75
+    assert metrics["bias"] == pytest.approx((1.1 * 0.8 * 2.0) ** 0.25 - 1)
+    assert metrics["rmse_s"] == pytest.approx(np.sqrt((0.01 + 0.04 + 1.0) / 4))
+    assert metrics["coverage"] == 0.5
+
+
+def test_nothing_to_score_is_an_error() -> None:
+    with pytest.raises(InputError, match="nothing to score"):
+        score([], [])
+    with pytest.raises(InputError, match="nothing to score"):
+        score([1.0], [1.0, 2.0])
+
+
+def test_the_predictor_beats_both_baselines_where_precision_matters(measure) -> None:
+    metrics = cross_validate(observe(measure()), split="configuration").metrics()
+    assert metrics["predictor"]["mape"] < metrics["precision_blind"]["mape"]
+    assert metrics["predictor"]["mape"] < metrics["roofline"]["mape"]
+    assert metrics["predictor"]["coverage"] >= 0.75
+
+
+@pytest.mark.parametrize("split", ["configuration", "leave-model-out"])
+def test_no_fold_trains_on_the_group_it_predicts(measure, monkeypatch: pytest.MonkeyPatch, split: str) -> None:
+    rows = observe(measure())
+    group = SPLITS[split].group
+    seen_in_training: list[set[object]] = []
+    fit = HierarchicalPredictor.fit
+
+    def spy(observations, *, seed=0):
+        seen_in_training.append({group(seen) for seen in observations})
+        return fit(observations, seed=seed)
+
+    monkeypatch.setattr(HierarchicalPredictor, "fit", spy)
+    result = cross_validate(rows, split=split)
+    folds = np.unique(result.folds)
+    assert len(seen_in_training) == 2 * len(folds)  # the predictor and the precision-blind one
+    for number, fold in enumerate(folds):
+        held_out = {group(seen) for seen, its in zip(rows, result.folds, strict=True) if its == fold}
+        for trained in seen_in_training[2 * number : 2 * number + 2]:
+            assert not trained & held_out
+
+
+def test_replicates_share_a_fold(measure) -> None:
+    rows = observe(measure(seed=1) + measure(seed=2))
+    folds = cross_validate(rows, split="configuration").folds
+    half = len(rows) // 2
+    np.testing.assert_array_equal(folds[:half], folds[half:])
+
+
+def test_an_unseen_model_gets_a_wider_radius_than_a_known_one(measure) -> None:
+    rows = observe(measure(models=("mlp", "vit_tiny", "bert_mini", "gpt2_mini")))
+    known = cross_validate(rows, split="configuration").radius()
+    unseen = cross_validate(rows, split="leave-model-out").radius()
+    assert known is not None
+    assert unseen is not None
+    assert unseen > known
+
+
+def test_too_few_rows_give_no_radius_and_no_coverage(measure) -> None:
+    rows = observe(measure(models=("mlp", "vit_tiny"), batches=(8, 16), world_sizes=(1,)))
+    result = cross_validate(rows, split="configuration")
+    assert result.radius() is None
+    assert result.metrics()["predictor"]["coverage"] is None
+
+
+def test_a_held_out_model_is_scored_by_all_methods(measure) -> None:
+    train, holdout = observe(measure()), observe(measure(models=("gpt2_mini",)))
+    metrics = score_holdout(train, holdout)
+    assert set(metrics) == {"predictor", "precision_blind", "roofline", "closed_form"}
+    assert all(values["n"] == len(holdout) for values in metrics.values())
+    # gpt2_mini's own factor is 1.05, within what the other models' factors span
+    assert metrics["predictor"]["mape"] < 0.35
+
+
+def test_large_jobs_are_predicted_from_small_ones_and_calibrated_inside_those(measure) -> None:
+    small = observe(measure(world_sizes=(1, 2)))
+    middle = [enlarge(seen, world_size=4) for seen in small]
+    large = [enlarge(seen, world_size=16) for seen in small]
+    rows = [*small, *middle, *large]
+    result = cross_validate(rows, split="scale")
+    np.testing.assert_array_equal(result.rows, np.arange(len(rows))[-len(large) :])
+    inner = HierarchicalPredictor.fit(small)
+    predicted = inner.predict([seen.query for seen in middle]).iteration_time_s
+    errors = np.log([seen.measurement.iteration_time_s for seen in middle] / predicted)
+    radii = radii_by_regime(errors, [inner.domain.regime_of(seen.setup) for seen in middle], level=0.9)
+    radius = [radii[regime] for regime in result.regimes]
+    assert result.covered is not None
+    np.testing.assert_array_equal(result.covered, np.abs(result.log_errors()) <= radius)
+    # without middle-sized jobs nothing calibrates the interval
+    assert cross_validate([*small, *large], split="scale").metrics()["predictor"]["coverage"] is None
+
+
+def test_the_roofline_is_the_closed_form_times_the_factor_of_the_teaching_rows(measure) -> None:
+    rows = observe(measure())
+    result = cross_validate(rows, split="leave-model-out")
+    for fold in np.unique(result.folds):
+        taught, asked = result.folds != fold, result.folds == fold
+        factor = np.exp(np.median(np.log(result.measured_s / result.predicted_s["closed_form"])[taught]))
+        np.testing.assert_allclose(
+            result.predicted_s["roofline"][asked], factor * result.predicted_s["closed_form"][asked]
+        )
+
+
+def test_contest_rows_teach_but_are_scored_apart(measure) -> None:
+    rows = observe(measure())
+    rows = [call_contest(seen) if number % 3 == 0 else seen for number, seen in enumerate(rows)]
+    results = cross_validate_all(rows, splits=["leave-model-out"], processes=1)
+    whole, without = results["leave-model-out"], results["leave-model-out without MLPerf"]
+    ordinary = [number for number in range(len(rows)) if number % 3]
+    np.testing.assert_array_equal(without.rows, ordinary)
+    np.testing.assert_array_equal(without.predicted_s["predictor"], whole.predicted_s["predictor"][ordinary])
+    np.testing.assert_array_equal(without.covered, whole.covered[ordinary])
+    assert len(without.regimes) == len(ordinary)
+
+
+def test_without_contest_rows_there_is_nothing_to_score_apart(measure) -> None:
+    results = cross_validate_all(observe(measure()), splits=["configuration"], processes=1)
+    assert list(results) == ["configuration"]
+
+
+def test_speed_up_compares_times_that_differ_in_nothing_but_precision(measure) -> None:
+    rows = observe(measure(models=("mlp", "vit_tiny"), precisions=("fp32", "tf32", "amp_fp16"), noise=0.0))
+    results = cross_validate_all(rows, splits=["leave-model-out"], processes=1)
+    speed_up = results["speed-up"]
+    assert len(speed_up.rows) == 2 * len(rows) / 3  # over fp32 and over tf32
+    for row, ratio in zip(speed_up.rows, speed_up.measured_s, strict=True):
+        narrow = rows[row]
+        assert narrow.setup.precision.name == "amp_fp16"
+        same = [
+            seen.measurement.iteration_time_s / narrow.measurement.iteration_time_s
+            for seen in rows
+            if replace(seen.measurement, precision="").configuration
+            == replace(narrow.measurement, precision="").configuration
+        ]
+        assert any(ratio == pytest.approx(one) for one in same)
+    np.testing.assert_allclose(speed_up.predicted_s["precision_blind"], 1.0)
+    assert speed_up.metrics()["predictor"]["median_ape"] < speed_up.metrics()["precision_blind"]["median_ape"]
+
+
+def test_repeats_of_a_pair_count_by_their_median(measure) -> None:
+    rows = observe(measure(models=("mlp",), world_sizes=(1,), batches=(8,)))
+    fp32, half = (seen for seen in rows)
+    repeated = [fp32, half, fp32, fp32]
+    result = invent([2.0, 1.0, 4.0, 30.0], [6.0, 2.0, 6.0, 6.0], folds=[0, 0, 1, 1])
+    speed_up = measure_speed_up(result, repeated)
+    assert speed_up is not None
+    np.testing.assert_array_equal(speed_up.measured_s, [4.0])
+    np.testing.assert_array_equal(speed_up.predicted_s["predictor"], [3.0])
+    np.testing.assert_array_equal(speed_up.rows, [1])
+    assert measure_speed_up(invent([1.0], [1.0], folds=[0]), [fp32]) is None
+
+
+def test_the_regimes_of_a_split_have_radii_and_coverages_of_their_own(measure) -> None:
+    rows = observe(measure(models=("mlp", "vit_tiny", "bert_mini"), batches=(4, 8, 16, 32, 64), world_sizes=(1, 2, 4)))
+    result = cross_validate(rows, split="configuration")
+    assert set(result.radii()) >= {"known", "new model"}
+    covered = result.coverage_by_regime()
+    assert sum(count for count, _ in covered.values()) == len(rows)
+    mean = sum(count * share for count, share in covered.values()) / len(rows)
+    assert result.metrics()["predictor"]["coverage"] == pytest.approx(mean)
+
+
+def test_the_table_has_five_figures_a_method_and_nothing_else(measure) -> None:
+    rows = observe(measure())
+    table = cross_validation_table(cross_validate_all(rows, splits=["row", "leave-model-out"], processes=1))
+    assert set(table) == {"row", "leave-model-out", "speed-up"}
+    for methods in table.values():
+        assert list(methods) == list(METHODS)
+        for figures in methods.values():
+            assert set(figures) == {"n", "mape", "median_ape", "p90_ape", "coverage_90"}
+            assert all(value is None or isinstance(value, float) for value in figures.values())
+    assert table["row"]["predictor"]["n"] == len(rows)
+    assert table["row"]["roofline"]["coverage_90"] is None
+    assert table["speed-up"]["predictor"]["coverage_90"] is None
+
+
+def test_a_coverage_at_another_level_is_not_called_that_of_ninety_percent(measure) -> None:
+    result = cross_validate(observe(measure()), split="configuration", level=0.8)
+    assert result.metrics()["predictor"]["coverage"] is not None
+    assert cross_validation_table({"configuration": result})["configuration"]["predictor"]["coverage_90"] is None
+
+
+def test_unknown_splits_and_methods_are_refused(measure) -> None:
+    rows = observe(measure())
+    with pytest.raises(InputError, match="unknown split"):
+        cross_validate(rows, split="by moon")
+    with pytest.raises(InputError, match="unknown method"):
+        cross_validate(rows, split="row", methods=("predictor", "oracle"))
+    with pytest.raises(InputError, match="nothing to compare with"):
+        cross_validate(rows, split="row", methods=("roofline",))
