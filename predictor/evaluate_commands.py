@@ -164,7 +164,7 @@ def _short(scores: Mapping[str, Any]) -> str:
 def _find_published(artifact: str | None) -> "PublishedPredictor | None":
     from precision_time.predictor.answering.artifact import load_artifact, standing_artifact
 
-    return standing_artifact()[0] if artifact is None else load_artifact(artifact)
+    return standing_artifact().published if artifact is None else load_artifact(artifact)
 
 
 def _evaluate_curves(path: str, *, by: Sequence[str], as_json: bool) -> None:
@@ -214,7 +214,7 @@ def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> N
         if worst is not None:
             _show_worst(groups, split=split)
     if plots is not None:
-        from precision_time.predictor.scoring.calibration_plot import plot_calibration
+        from precision_time.predictor.scoring.calibration_curve import plot_calibration
         from precision_time.predictor.scoring.plots import draw_cross_validation, write_plots
 
         pictures = draw_cross_validation(results, observations)

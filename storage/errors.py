@@ -48,6 +48,14 @@ class PrecisionTimeError(Exception):
 
     ``code`` is the stable name that logs and JSON carry, ``exit_code`` what the command line ends with
     (0 ok, 1 internal, 2 bad input, 3 goal not met, 4 trust or integrity, 5 partial, 6 out of domain).
+
+    Example:
+        >>> from precision_time import PrecisionTimeError, predict_time
+        >>> try:
+        ...     predict_time("resnet51", "fp32", batch_size=32)
+        ... except PrecisionTimeError as error:
+        ...     print(error.code, error.exit_code, error.nearest)
+        E-UNKNOWN-NAME 2 ['resnet51q', 'resnet50', 'resnet18']
     """
 
     code = "E-INTERNAL"

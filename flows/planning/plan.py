@@ -16,6 +16,7 @@ from precision_time.flows.planning.order import order_cells
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.predictor.closed_form.solve import solve_closed_form
 from precision_time.predictor.setup.hardware import HardwareSpec
+from precision_time.predictor.setup.parallelism import parse_parallelism
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.predictor.workloads.workload import WorkloadFeatures, find_workload
@@ -376,7 +377,7 @@ class CellEstimate:
             nodes=cell.nodes,
             batch_size=cell.per_gpu_batch_size,
             gradient_accumulation_steps=cell.gradient_accumulation_steps,
-            strategy=cell.strategy,
+            parallelism=parse_parallelism(cell.strategy, world_size=cell.world_size),
         )
 
     def _workload(self, model: str) -> WorkloadFeatures | None:

@@ -95,7 +95,7 @@ def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
     result = _judge_and_publish(
         spec,
         snapshot,
-        predictor.with_intervals(validation.radii, level=spec.level).with_effects(validation.effects),
+        predictor.with_intervals(validation.radii, level=spec.level).with_covariances(validation.covariances),
         validation,
         standing=standing,
         drift=drift,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.setup.hardware import HardwareSpec
@@ -220,8 +220,16 @@ def _unpack(fetched: FetchedArtifact) -> PublishedPredictor:
     )
 
 
-def standing_artifact() -> tuple[PublishedPredictor | None, str]:
-    """What answers when no artifact is named, and in words why.
+class StandingArtifact(NamedTuple):
+    """The artifact that answers when none is named, why that one, and a remark that every answer should carry."""
+
+    published: PublishedPredictor | None
+    why: str
+    remark: str = ""
+
+
+def standing_artifact() -> StandingArtifact:
+    """The artifact that answers when none is named.
 
     ``PRECISION_TIME_ARTIFACT`` first, then ``[artifact] reference`` of the configuration file, then the champion
     called ``default`` of the configured registry, then the artifact that comes with the package, then none. A registry
@@ -229,16 +237,21 @@ def standing_artifact() -> tuple[PublishedPredictor | None, str]:
     """
     named = os.environ.get("PRECISION_TIME_ARTIFACT")
     if named:
-        return load_artifact(named), "PRECISION_TIME_ARTIFACT names the artifact"
+        return StandingArtifact(load_artifact(named), "PRECISION_TIME_ARTIFACT names the artifact")
     if configured := read_configuration().artifact_reference:
-        return load_artifact(configured), "the configuration file names the artifact"
+        return StandingArtifact(load_artifact(configured), "the configuration file names the artifact")
     url = configured_registry_url()
+    bundled = "the artifact that comes with the package answers"
     if url is None:
-        missing = "no artifact was given and no registry is configured"
+        missing, remark = "no artifact was given and no registry is configured", ""
     else:
         try:
-            return load_artifact(f"{url.rstrip('/')}/{DEFAULT_NAME}"), "the configured registry's champion"
+            champion = load_artifact(f"{url.rstrip('/')}/{DEFAULT_NAME}")
+            return StandingArtifact(champion, "the configured registry's champion")
         except NotFoundError:
             missing = f"the configured registry holds no artifact called {DEFAULT_NAME!r}"
-    bundled = load_bundled()
-    return bundled, missing if bundled is None else f"{missing}: the artifact that comes with the package answers"
+            remark = f"{missing}: {bundled}"
+    published = load_bundled()
+    if published is None:
+        return StandingArtifact(None, missing)
+    return StandingArtifact(published, f"{missing}: {bundled}", remark)

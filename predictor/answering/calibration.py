@@ -1,4 +1,4 @@
-"""Calibration by measurement: a few measured rows correct the answers to questions that are like them."""
+"""Calibration: a few measured rows correct the answers to questions that are like them."""
 
 import dataclasses
 import json
@@ -7,34 +7,42 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from precision_time.predictor.answering.answers import Answers, answer_queries
 from precision_time.predictor.answering.artifact import PublishedPredictor, load_artifact, standing_artifact
-from precision_time.predictor.learning.domain import network_of
-from precision_time.predictor.learning.error_covariance import Effect, Pooled, effects_from_dict, effects_of, pool
+from precision_time.predictor.learning.error_covariance import (
+    ErrorCovariance,
+    ErrorPrediction,
+    covariances_from_dict,
+    predict_errors,
+)
+from precision_time.predictor.learning.regimes import (
+    CLOSED_FORMS,
+    CLOSED_FORMS_ON_CPU,
+    ErrorSource,
+    covariances_of,
+    find_error_source,
+)
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.measured_rows import name_row, read_measured_rows
 from precision_time.predictor.setup.hardware import HardwareSpec
-from precision_time.predictor.setup.implementation import Implementation
-from precision_time.predictor.setup.parallelism import Parallelism
-from precision_time.predictor.setup.precision import Precision
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, IntegrityError, PrecisionTimeError
 from precision_time.storage.filesystem import open_store
 
-__all__ = ["Calibration", "MeasuredRow", "calibrate", "load_calibration"]
+__all__ = ["Calibration", "GivenRows", "MeasuredRow", "calibrate", "interpret_measured", "load_calibration"]
 
-#: Measured times beyond this factor of the predicted ones are refused: milliseconds for seconds are a factor of 1,000,
-#: a batch of all GPUs for that of one a factor of their number.
+#: A measured time further than this factor from the predicted one is refused. Milliseconds in place of seconds are a
+#: factor of 1,000; the batch of all GPUs in place of that of one is a factor of their number.
 LARGEST_FACTOR = 20.0
-#: The narrowest half width of a corrected interval where no artifact says how wide that of a known configuration is:
-#: 90 % of the shipped table's rows, predicted from its other configurations, lie within 21 %.
+#: The narrowest half width of a corrected interval, for artifacts without an interval of known configurations: 90 % of
+#: the rows of the shipped table, predicted from its other configurations, lie within 21 %.
 _NARROWEST = 0.19
-#: Rows with less weight in all leave an answer as it is; one with a smaller share of the largest is not worth naming.
+#: Rows whose weights sum to less are not named at all; a row with a smaller share of the largest weight is left out.
 _SMALLEST_WEIGHT, _SMALLEST_SHARE = 0.02, 0.1
 _MOST_NAMED = 3
 _FORM = 1
@@ -42,12 +50,12 @@ _FORM = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRow:
-    """A measured time beside what was predicted for it, and by which regime's rules (``closed forms``: by them)."""
+    """A measured time beside the predicted one, and why that prediction may be wrong."""
 
     query: Query
     measured_s: float
     predicted_s: float
-    regime: str
+    source: ErrorSource
 
     @property
     def log_error(self) -> float:
@@ -55,25 +63,33 @@ class MeasuredRow:
         return math.log(self.measured_s / self.predicted_s)
 
 
-def _rules(answers: Answers, queries: Sequence[Query]) -> list[str]:
-    """Whose errors each answer has: its regime's, or those of the closed forms."""
+def _find_sources(answers: Answers, queries: Sequence[Query]) -> list[ErrorSource]:
+    """Why each answer may be wrong: its regime, or the closed forms where those answered."""
     return [
-        regime if by_artifact else ("closed forms on a CPU" if query.setup.hardware.kind == "cpu" else "closed forms")
+        regime if by_artifact else (CLOSED_FORMS_ON_CPU if query.setup.hardware.kind == "cpu" else CLOSED_FORMS)
         for regime, by_artifact, query in zip(answers.regimes, answers.by_artifact, queries, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Calibration:
-    """Measured rows and how errors hang together: corrects the answers of the artifact it was made with.
+    """Measured rows that correct the answers of one artifact, by the covariances of its errors.
 
-    ``artifact_id`` is None where the closed forms answered; ``effects`` are the artifact's own (what they lack is
-    taken from ``SHIPPED_EFFECTS``), and ``narrowest`` the half width, in log seconds, that no correction goes below.
+    ``artifact_id`` is None where the closed forms answered. ``covariances`` are the artifact's own; shipped ones stand
+    in for what they lack. No corrected interval gets narrower than ``narrowest``, a half width in log seconds.
+
+    Example:
+        >>> from precision_time import calibrate, predict_time
+        >>> row = {"model": "resnet50", "gpu": "A100-SXM4-80GB", "precision": "fp32", "batch_size": 64}
+        >>> calibration = calibrate([row | {"iteration_time_s": 0.2}])
+        >>> estimate = predict_time("resnet50", "fp32", batch_size=64, gpu="A100-SXM4-80GB", measured=calibration)
+        >>> any(reason.startswith("calibrated by 1 measured row") for reason in estimate.reasons)
+        True
     """
 
     rows: tuple[MeasuredRow, ...]
     artifact_id: str | None
-    effects: Mapping[str, Effect]
+    covariances: Mapping[str, ErrorCovariance]
     narrowest: float = _NARROWEST
 
     def __repr__(self) -> str:
@@ -95,23 +111,25 @@ class Calibration:
         return tuple({row.query.setup.workload.name: row.query.setup.workload for row in self.rows}.values())
 
     def correct(self, queries: Sequence[Query], answers: Answers) -> Answers:
-        """``answers`` to ``queries`` moved by what the measured rows tell of them, with new intervals.
+        """``answers`` to ``queries``, moved by the errors of the measured rows, with new intervals.
 
-        The shares of an iteration stay; the interval shrinks (or, where the rows surprise, grows) as the deviation of
-        the error does, and never below that of a known configuration. ``corrections`` say by which rows.
+        The shares of an iteration stay. The interval shrinks as the standard deviation of the error does (or grows,
+        where the measured errors are larger than expected), but never below that of a known configuration.
+        ``corrections`` name the rows.
         """
-        rules = _rules(answers, queries)
+        sources = _find_sources(answers, queries)
         shift, narrowing, words = np.zeros(len(queries)), np.ones(len(queries)), [""] * len(queries)
-        for rule in dict.fromkeys(rules):
-            asked = [place for place, name in enumerate(rules) if name == rule]
-            rows = [row for row in self.rows if _is_closed(row.regime) == _is_closed(rule)]
-            found = self._pool(rows, [queries[place] for place in asked], rule)
-            shift[asked], narrowing[asked] = found.shift, found.narrowing
-            for place, moved, weights in zip(asked, found.shift, found.weights, strict=True):
-                words[place] = _tell(rows, weights, float(moved))
+        for name in dict.fromkeys(source.name for source in sources):
+            places = [place for place, source in enumerate(sources) if source.name == name]
+            source = sources[places[0]]
+            rows = [row for row in self.rows if row.source.by_closed_forms == source.by_closed_forms]
+            prediction = self._predict_errors(rows, [queries[place] for place in places], source)
+            shift[places], narrowing[places] = prediction.shift, prediction.narrowing
+            for place, moved, weights in zip(places, prediction.shift, prediction.weights, strict=True):
+                words[place] = _describe_correction(rows, weights, float(moved))
         predicted_s = answers.parts.iteration_time_s
-        old = np.log(answers.high_s / predicted_s)
-        half = np.maximum(old * narrowing, np.minimum(old, self.narrowest))
+        half = np.log(answers.high_s / predicted_s)
+        half = np.maximum(half * narrowing, np.minimum(half, self.narrowest))
         corrected_s = predicted_s * np.exp(shift)
         return dataclasses.replace(
             answers,
@@ -121,24 +139,26 @@ class Calibration:
             corrections=tuple(words),
         )
 
-    def _pool(self, rows: Sequence[MeasuredRow], queries: Sequence[Query], rule: str) -> Pooled:
-        of_network, of_chip = effects_of(rule, self.effects)
-        effects = [of_network] if of_chip is None else [of_network, of_chip]
-        parts = [effects_of(row.regime, self.effects) for row in rows]
-        deviations = [[math.sqrt(network.variance) for network, _ in parts]]
+    def _predict_errors(
+        self, rows: Sequence[MeasuredRow], queries: Sequence[Query], source: ErrorSource
+    ) -> ErrorPrediction:
+        of_network, of_chip = covariances_of(source, self.covariances)
+        covariances = [of_network] if of_chip is None else [of_network, of_chip]
+        by_row = [covariances_of(row.source, self.covariances) for row in rows]
+        deviations = [[math.sqrt(network.variance) for network, _ in by_row]]
         if of_chip is not None:
-            deviations.append([math.sqrt(chip.variance) if chip is not None else 0.0 for _, chip in parts])
-        return pool(
+            deviations.append([math.sqrt(chip.variance) if chip is not None else 0.0 for _, chip in by_row])
+        return predict_errors(
             [(row.query, row.log_error) for row in rows],
             queries,
-            effects=effects,
-            row_deviations=np.array(deviations).reshape(len(effects), len(rows)),
+            covariances=covariances,
+            row_deviations=np.array(deviations).reshape(len(covariances), len(rows)),
         )
 
-    def rebase(self, published: PublishedPredictor | None) -> "Calibration":
+    def against(self, published: PublishedPredictor | None, **_: object) -> "Calibration":
         """The same measurements held against another artifact, or the closed forms; itself where it is the same.
 
-        Raises ``InputError`` as ``calibrate`` does for a time that this one cannot believe.
+        Raises ``InputError`` as ``calibrate`` does for a time that is not believable for this artifact.
         """
         if self.artifact_id == (published.manifest.artifact_id if published is not None else None):
             return self
@@ -150,13 +170,13 @@ class Calibration:
             "form": _FORM,
             "artifact_id": self.artifact_id,
             "narrowest": self.narrowest,
-            "effects": {name: effect.to_dict() for name, effect in self.effects.items()},
+            "effects": {name: covariance.to_dict() for name, covariance in self.covariances.items()},
             "rows": [
                 {
-                    "setup": _setup_to_dict(row.query.setup),
+                    "setup": row.query.setup.to_dict(),
                     "measured_s": row.measured_s,
                     "predicted_s": row.predicted_s,
-                    "regime": row.regime,
+                    "regime": row.source.name,
                 }
                 for row in self.rows
             ],
@@ -164,26 +184,24 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Calibration":
-        """The inverse of ``to_dict``; raises ``IntegrityError`` for what does not fit."""
+        """The inverse of ``to_dict``; raises ``IntegrityError`` for anything else."""
         try:
             if values["form"] != _FORM:
                 raise ValueError(f"form {values['form']}")
-            made = cls(
+            return cls(
                 rows=tuple(
                     MeasuredRow(
-                        query=Query.of(_setup_from_dict(row["setup"])),
+                        query=Query.of(TrainingSetup.from_dict(row["setup"])),
                         measured_s=_positive(row["measured_s"]),
                         predicted_s=_positive(row["predicted_s"]),
-                        regime=str(row["regime"]),
+                        source=find_error_source(str(row["regime"])),
                     )
                     for row in values["rows"]
                 ),
                 artifact_id=None if values["artifact_id"] is None else str(values["artifact_id"]),
-                effects=effects_from_dict(values["effects"]),
+                covariances=covariances_from_dict(values["effects"]),
                 narrowest=_positive(values["narrowest"]),
             )
-            for row in made.rows:
-                effects_of(row.regime, made.effects)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(
                 "this is no calibration of this version",
@@ -191,7 +209,6 @@ class Calibration:
                 expected="what Calibration.to_dict gives",
                 fix="calibrate again from the measured rows",
             ) from error
-        return made
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON; raises what the store raises."""
@@ -217,6 +234,41 @@ def load_calibration(path: str | Path) -> Calibration:
     return Calibration.from_dict(values)
 
 
+@dataclass(frozen=True, slots=True)
+class GivenRows:
+    """Measured rows as the user gave them: a path, a data frame or a sequence of rows; models not looked up yet."""
+
+    measurements: object
+    hardware: ClassVar[tuple[HardwareSpec, ...]] = ()
+    workloads: ClassVar[tuple[WorkloadFeatures, ...]] = ()
+
+    def against(
+        self,
+        published: PublishedPredictor | None,
+        *,
+        workloads: Sequence[WorkloadFeatures] = (),
+        hardware: Sequence[HardwareSpec] = (),
+        asked: WorkloadFeatures | None = None,
+    ) -> Calibration:
+        """The rows held against an artifact, or the closed forms; see ``calibrate``."""
+        rows = read_measured_rows(
+            self.measurements,
+            workloads=(*(published.workloads if published is not None else ()), *workloads),
+            hardware=(*(published.hardware if published is not None else ()), *hardware),
+            asked=asked,
+        )
+        return _hold_against(rows, published)
+
+
+def interpret_measured(measured: object) -> Calibration | GivenRows:
+    """Whatever a user gives as measurements: a calibration, the JSON file of a saved one, or rows of any kind."""
+    if isinstance(measured, Calibration):
+        return measured
+    if isinstance(measured, str | Path) and str(measured).casefold().endswith(".json"):
+        return load_calibration(measured)
+    return GivenRows(measured)
+
+
 def calibrate(
     measurements: object,
     *,
@@ -225,38 +277,47 @@ def calibrate(
     hardware: Sequence[HardwareSpec] = (),
     asked: WorkloadFeatures | None = None,
 ) -> Calibration:
-    """What measured iterations tell of other questions: a correction by how alike they are, from one row on.
+    """Turn measured iterations into a correction of other answers, from one row on.
 
-    ``measurements`` is a path to a CSV or Parquet file or a pandas DataFrame (with the names below or the columns of
-    the public table), or a sequence of mappings or ``storage.schema.Measurement``. A row says ``model`` (or a ready
-    ``workload``), ``gpu``, ``precision``, ``batch_size`` and ``iteration_time_s`` (or ``samples_per_s`` of the whole
-    job), and may say ``gpus``, ``nodes``, ``strategy``, ``gradient_accumulation_steps``, ``task_input``, ``framework``,
-    ``compiled``, ``activation_checkpointing`` and ``network_bandwidth``, as ``predict_time`` does. A path to JSON is
-    taken as a calibration that was saved. ``artifact`` is what the answers to be corrected come from, as in
-    ``predict_time``; ``workloads`` and ``hardware`` describe what is not shipped; ``asked`` is the model of rows that
-    name none.
+    A row reaches as far as it is like the question (network, chip, framework and code, precision, input, batch, GPUs)
+    and as the question is far from the training data: the answer for a network of a new family moves nearly all the
+    way to the measurement, that for a known network hardly. Rows of any network on a GPU without measurements correct
+    all answers for that GPU.
 
-    How far a row reaches depends on its likeness (network, chip, framework and code, precision, input, batch, GPUs)
-    and on how far the question is from the training data: the answer for a network of a new family moves nearly as
-    far as the measurement says, that for a known one hardly. Rows of any network on a GPU that was never measured
-    correct all answers for it.
+    Args:
+        measurements: the rows, as the path of a CSV or Parquet file, a pandas DataFrame (columns as below, or those of
+            the public table), or a sequence of mappings or ``storage.schema.Measurement``; or the path of a saved
+            calibration (``.json``). A row needs ``model``, ``gpu``, ``precision``, ``batch_size`` (samples of one GPU
+            in one micro-step) and ``iteration_time_s`` (seconds of one optimizer step) or ``samples_per_s`` (of the
+            whole job). It may have ``gpus``, ``nodes``, ``strategy``, ``gradient_accumulation_steps``,
+            ``task_input``, ``framework``, ``compiled``, ``activation_checkpointing`` and ``network_bandwidth``, as in
+            ``predict_time``, and ``workload`` (a ``WorkloadFeatures``) in place of ``model``.
+        artifact: the artifact whose answers are corrected: a reference or a loaded one; by default the one that
+            ``predict_time`` would ask.
+        workloads: descriptions of models that are not shipped; none by default.
+        hardware: descriptions of devices that are not shipped; none by default.
+        asked: the model of rows without a model; None by default, and such rows are refused.
 
-    Raises ``InputError`` (also ``UnknownNameError``), naming the row, for what cannot be used: no or no positive time,
-    unknown names, a time more than 20 times off the predicted one (another unit); for a file what the store raises.
+    Returns:
+        A ``Calibration``; pass it to ``predict_time`` as ``measured``, or save it.
+
+    Raises:
+        InputError: a row that cannot be used, by its number: no positive time, a missing value, or a time more than 20
+            times off the predicted one (probably in another unit).
+        UnknownNameError: a row with a model, GPU or precision that is not known.
+        NotFoundError, IntegrityError: a file that is missing or damaged.
+
+    Example:
+        >>> from precision_time import calibrate
+        >>> row = {"model": "resnet50", "gpu": "A100-SXM4-80GB", "precision": "amp_fp16", "batch_size": 256}
+        >>> calibrate([row | {"iteration_time_s": 0.125}]).rows[0].measured_s
+        0.125
     """
     if isinstance(artifact, PublishedPredictor):
         published: PublishedPredictor | None = artifact
     else:
-        published = standing_artifact()[0] if artifact is None else load_artifact(artifact)
-    if isinstance(measurements, Calibration):
-        return measurements.rebase(published)
-    if isinstance(measurements, str | Path) and str(measurements).casefold().endswith(".json"):
-        return load_calibration(measurements).rebase(published)
-    carried = (published.workloads, published.hardware) if published is not None else ((), ())
-    rows = read_measured_rows(
-        measurements, workloads=(*carried[0], *workloads), hardware=(*carried[1], *hardware), asked=asked
-    )
-    return _hold_against(rows, published)
+        published = standing_artifact().published if artifact is None else load_artifact(artifact)
+    return interpret_measured(measurements).against(published, workloads=workloads, hardware=hardware, asked=asked)
 
 
 def _hold_against(rows: Sequence[tuple[TrainingSetup, float]], published: PublishedPredictor | None) -> Calibration:
@@ -270,15 +331,16 @@ def _hold_against(rows: Sequence[tuple[TrainingSetup, float]], published: Publis
     answers = answer_queries(queries, published=published)
     measured = []
     predicted_s = answers.parts.iteration_time_s
-    for number, (query, (_, seconds), rule) in enumerate(zip(queries, rows, _rules(answers, queries), strict=True)):
-        row = MeasuredRow(query=query, measured_s=seconds, predicted_s=float(predicted_s[number]), regime=rule)
+    sources = _find_sources(answers, queries)
+    for number, (query, (_, seconds), source) in enumerate(zip(queries, rows, sources, strict=True)):
+        row = MeasuredRow(query=query, measured_s=seconds, predicted_s=float(predicted_s[number]), source=source)
         _check_believable(row, number + 1)
         measured.append(row)
     known = published.predictor.radii.get("known") if published is not None else None
     return Calibration(
         rows=tuple(measured),
         artifact_id=published.manifest.artifact_id if published is not None else None,
-        effects=dict(published.predictor.effects) if published is not None else {},
+        covariances=dict(published.predictor.covariances) if published is not None else {},
         narrowest=known or _NARROWEST,
     )
 
@@ -296,20 +358,16 @@ def _check_believable(row: MeasuredRow, number: int) -> None:
         )
 
 
-def _is_closed(rule: str) -> bool:
-    return rule.startswith("closed forms")
-
-
-def _tell(rows: Sequence[MeasuredRow], weights: Any, shift: float) -> str:
-    """By which rows an answer was corrected, and by how much."""
+def _describe_correction(rows: Sequence[MeasuredRow], weights: Any, shift: float) -> str:
+    """In words, which rows corrected an answer, and by how much."""
     sizes = [abs(float(weight)) for weight in weights]
-    told = [row for row, size in zip(rows, sizes, strict=True) if size >= _SMALLEST_SHARE * max(sizes)]
+    named_rows = [row for row, size in zip(rows, sizes, strict=True) if size >= _SMALLEST_SHARE * max(sizes)]
     if sum(sizes) < _SMALLEST_WEIGHT:
-        return "no measured row is like this question: it is answered as without them"
+        return "no measured row is like this question: the answer is the same as without them"
     counts = Counter(
-        f"{network_of(row.query.setup).removeprefix('own:')} on {row.query.setup.hardware.name}" for row in told
+        f"{row.query.setup.network.removeprefix('own:')} on {row.query.setup.hardware.name}" for row in named_rows
     )
-    subject = f"{len(told)} measured row{'s' if len(told) > 1 else ''}"
+    subject = f"{len(named_rows)} measured row{'s' if len(named_rows) > 1 else ''}"
     if len(counts) == 1:
         subject += f" of {next(iter(counts))}"
     else:
@@ -323,29 +381,3 @@ def _positive(value: object) -> float:
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"{value!r} is not positive")
     return number
-
-
-def _setup_to_dict(setup: TrainingSetup) -> dict[str, Any]:
-    # field by field: the deep copy of dataclasses.asdict would take the workload's profile apart
-    values = {item.name: getattr(setup, item.name) for item in dataclasses.fields(setup)}
-    return values | {
-        "workload": setup.workload.to_dict(),
-        "hardware": setup.hardware.to_dict(),
-        "precision": dataclasses.asdict(setup.precision),
-        "parallelism": None if setup.parallelism is None else dataclasses.asdict(setup.parallelism),
-        "implementation": dataclasses.asdict(setup.implementation),
-    }
-
-
-def _setup_from_dict(values: Mapping[str, Any]) -> TrainingSetup:
-    layout = values["parallelism"]
-    return TrainingSetup(
-        **{
-            **values,
-            "workload": WorkloadFeatures.from_dict(values["workload"]),
-            "hardware": HardwareSpec.from_dict(values["hardware"]),
-            "precision": Precision(**values["precision"]),
-            "parallelism": None if layout is None else Parallelism(**layout),
-            "implementation": Implementation(**values["implementation"]),
-        }
-    )

@@ -30,9 +30,17 @@ class TimeEstimate:
 
     All times are seconds. ``low_s`` and ``high_s`` bound the iteration time at ``level``; the optimizer's time is
     part of ``compute_time_s``, and ``iteration_time_s`` is compute plus exposed communication. ``regime`` says how
-    far the question is from the training data, ``reasons`` what was assumed and why the answer is what it is, and
-    ``artifact_id`` what answered (None: the closed forms alone). Totals are None unless ``steps``, or ``epochs``
-    and ``dataset_size``, were given.
+    far the question is from the training data. ``reasons`` say what was assumed and why the answer is what it is.
+    ``artifact_id`` names the artifact that answered, None for the closed forms alone. Totals are None unless ``steps``,
+    or ``epochs`` and ``dataset_size``, were given.
+
+    Example:
+        >>> from precision_time import predict_time
+        >>> estimate = predict_time("resnet50", "tf32", batch_size=64, gpu="A100-SXM4-80GB", steps=1000)
+        >>> estimate.total_time_s == 1000 * estimate.iteration_time_s
+        True
+        >>> sorted(estimate.to_dict())[:3]
+        ['artifact_id', 'communication_time_s', 'compute_time_s']
     """
 
     iteration_time_s: float

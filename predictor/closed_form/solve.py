@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from precision_time.predictor.closed_form.communication import estimate_communication
-from precision_time.predictor.closed_form.roofline import WHOLE, divide_work, estimate_compute, time_host_copy
+from precision_time.predictor.closed_form.roofline import divide_work, estimate_compute, time_host_copy
 from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.storage.errors import InputError
@@ -73,7 +73,7 @@ def solve_closed_form(setup: TrainingSetup) -> ClosedForm:
         hardware,
         setup.precision,
         batch_size=setup.batch_size,
-        share=WHOLE if setup.parallelism is None else divide_work(setup.workload, layout),
+        share=divide_work(setup.workload, layout),
         implementation=setup.implementation,
     )
     micro_steps = setup.gradient_accumulation_steps

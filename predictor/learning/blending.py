@@ -1,5 +1,6 @@
 """Blending: how far to trust the trees, and how far the closed forms, by a query's distance from the training data."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -7,7 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from precision_time.predictor.learning.boosting import boost, choose_parameters
-from precision_time.predictor.learning.folds import split_by_group
+from precision_time.predictor.learning.regimes import (
+    REGIMES,
+    AlwaysTrees,
+    LeaveGroupsOut,
+    LeaveLargeWorldsOut,
+    SmallestOf,
+)
+from precision_time.predictor.learning.splits import split_by_group
 from precision_time.predictor.learning.trees import flatten_xgboost
 from precision_time.predictor.rows.features import SETUP_FEATURES, feature_matrix
 from precision_time.predictor.rows.observations import Observation, weigh_rows
@@ -16,20 +24,14 @@ __all__ = ["CLOSED_FORM_ONLY", "Blend", "apply_blend", "learn_blend"]
 
 Times = npt.NDArray[np.float64]
 
-#: Rows are left out this way to learn the blend of a regime.
-_LEFT_OUT: dict[str, Callable[[Observation], Hashable]] = {
-    "new model": lambda seen: seen.network,
-    "new family": lambda seen: seen.setup.workload.family,
-    "new gpu": lambda seen: seen.chip,
-}
-#: With few folds too much is missing at once, and the trees look worse than they are where one family or chip is new.
+#: With few folds, too many groups are missing at once, and the trees look worse than they are with one group missing.
 _FOLDS = 8
 _FEWEST_GROUPS = 3
 #: Fewer rounds than the published forest: enough to tell trees from closed forms.
 _ROUNDS = 60
 _ETA = 0.2
 _STEPS = np.linspace(0.0, 1.0, 21)
-#: The largest world of which a split by scale teaches.
+#: The largest world that rows of large worlds are predicted from.
 _SMALL_WORLD = 8
 _FEWEST_ROWS = 100
 
@@ -44,22 +46,24 @@ class Blend(NamedTuple):
 CLOSED_FORM_ONLY = Blend(0.0, 1.0)
 
 
-def apply_blend(chosen: Sequence[Blend], *, trees_s: Times, closed_s: Times) -> Times:
+def apply_blend(blends: Sequence[Blend], *, trees_s: Times, closed_s: Times) -> Times:
     """Blended seconds of each row by its own blend."""
-    weight = np.array([one.weight for one in chosen])
-    factor = np.array([one.factor for one in chosen])
+    weight = np.array([blend.weight for blend in blends])
+    factor = np.array([blend.factor for blend in blends])
     blended: Times = trees_s**weight * (closed_s * factor) ** (1.0 - weight)
     return blended
 
 
 def learn_blend(observations: Sequence[Observation], *, seed: int) -> dict[str, Blend]:
-    """The blend of each regime, from rows left out as such queries would be: by network, family, chip and scale.
+    """The blend of each regime, learned from rows that are left out as its record says.
 
     The weight has the smallest mean absolute log error on the rows left out; the factor is the median of measured
-    over closed form in the rows that teach. What is new in two ways leans as the more cautious of the two does.
+    over closed form in all rows. A regime that the rows cannot teach has no blend.
     """
-    matrix = feature_matrix([seen.query.row for seen in observations], SETUP_FEATURES)
-    residual = np.log([seen.measurement.iteration_time_s / seen.closed.iteration_time_s for seen in observations])
+    matrix = feature_matrix([observation.query.row for observation in observations], SETUP_FEATURES)
+    residual = np.log(
+        [observation.measurement.iteration_time_s / observation.closed.iteration_time_s for observation in observations]
+    )
     factor = float(np.exp(np.median(residual)))
     row_weights = weigh_rows(observations)
     parameters = choose_parameters(len(observations)) | {"eta": _ETA}
@@ -75,21 +79,34 @@ def learn_blend(observations: Sequence[Observation], *, seed: int) -> dict[str, 
         errors = [np.abs(measured - step * corrections - (1 - step) * closed).mean() for step in _STEPS]
         return float(_STEPS[int(np.argmin(errors))])
 
-    weights = {"known": 1.0, "new pair": 1.0}
-    for regime, group in _LEFT_OUT.items():
-        groups = [group(seen) for seen in observations]
+    def leave_groups_out(group: Callable[[Observation], Hashable]) -> float | None:
+        groups = [group(observation) for observation in observations]
         if len(set(groups)) < _FEWEST_GROUPS:
-            continue
+            return None
         folds = split_by_group(groups, folds=min(_FOLDS, len(set(groups))), seed=seed)
         corrections = np.empty(len(observations))
         for fold in np.unique(folds):
             corrections[folds == fold] = predict(folds != fold)
-        weights[regime] = choose(corrections, np.arange(len(observations)))
-    small = np.array([seen.setup.world_size <= _SMALL_WORLD for seen in observations])
-    if min(small.sum(), (~small).sum()) >= _FEWEST_ROWS:
-        weights["beyond scale"] = choose(predict(small), np.flatnonzero(~small))
-    elif "new gpu" in weights:
-        weights["beyond scale"] = weights["new gpu"]
-    if {"new family", "new gpu"} <= weights.keys():
-        weights["new model and gpu"] = min(weights["new family"], weights["new gpu"])
-    return {regime: Blend(weight, factor) for regime, weight in weights.items()}
+        return choose(corrections, np.arange(len(observations)))
+
+    def leave_large_worlds_out() -> float | None:
+        small = np.array([observation.setup.world_size <= _SMALL_WORLD for observation in observations])
+        if min(small.sum(), (~small).sum()) < _FEWEST_ROWS:
+            return None
+        return choose(predict(small), np.flatnonzero(~small))
+
+    @functools.cache
+    def weigh(name: str) -> float | None:
+        match REGIMES[name].blend:
+            case AlwaysTrees():
+                return 1.0
+            case LeaveGroupsOut(group):
+                return leave_groups_out(group)
+            case LeaveLargeWorldsOut(otherwise):
+                weight = leave_large_worlds_out()
+                return weigh(otherwise) if weight is None else weight
+            case SmallestOf(regimes):
+                weights = [weight for regime in regimes if (weight := weigh(regime)) is not None]
+                return min(weights) if len(weights) == len(regimes) else None
+
+    return {name: Blend(weight, factor) for name in REGIMES if (weight := weigh(name)) is not None}

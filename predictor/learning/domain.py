@@ -5,23 +5,15 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from precision_time.predictor.learning.regimes import REGIMES, Distance, Regime
 from precision_time.predictor.rows.observations import Observation
 from precision_time.predictor.setup.training_setup import TrainingSetup
 
-__all__ = ["REGIMES", "TrainingDomain", "network_of"]
-
-#: How far a query is from the training data. A network and a GPU that were measured, but not together, are a new pair;
-#: a network that was never seen is a new model where others of its family were, else a new family.
-REGIMES = ("known", "new pair", "new gpu", "new model", "new family", "new model and gpu", "beyond scale")
+__all__ = ["TrainingDomain"]
 
 _MOST_NAMES = 6
 #: A sample may take so many times more, or fewer, FLOPs than the measured ones before its input counts as another.
 _SAME_INPUT = 1.5
-
-
-def network_of(setup: TrainingSetup) -> str:
-    """The one name for all names of the network of ``setup``."""
-    return setup.workload.network or setup.workload.name
 
 
 def _list_names(names: Sequence[str], *, near: str) -> str:
@@ -58,7 +50,7 @@ class TrainingDomain:
         together: dict[str, set[str]] = {}
         setups = [seen.setup for seen in observations]
         for setup in setups:
-            name, size = network_of(setup), setup.batch_size
+            name, size = setup.network, setup.batch_size
             low, high = batches.get(name, (size, size))
             batches[name] = (min(low, size), max(high, size))
             work = setup.workload.forward_flops_per_sample
@@ -80,7 +72,7 @@ class TrainingDomain:
     def list_gaps(self, setup: TrainingSetup) -> list[str]:
         """In words, what of ``setup`` the training data never held; empty inside the domain."""
         gaps = []
-        network = network_of(setup)
+        network = setup.network
         if network not in self.batch_sizes:
             gaps.append(f"{setup.workload.name} was never seen, only {_list_names(self.networks, near=network)}")
         else:
@@ -105,7 +97,7 @@ class TrainingDomain:
     def _list_input_gap(self, setup: TrainingSetup) -> list[str]:
         """In words, that the input of a measured network is another than the measured ones."""
         work = setup.workload.forward_flops_per_sample
-        least, most = self.sample_flops.get(network_of(setup), (work, work))
+        least, most = self.sample_flops.get(setup.network, (work, work))
         if least / _SAME_INPUT <= work <= most * _SAME_INPUT:
             return []
         asked = f"input {setup.workload.task_input}" if setup.workload.task_input else "the input"
@@ -117,19 +109,17 @@ class TrainingDomain:
         is_cpu = setup.hardware.kind == "cpu"
         return any(name.startswith("cpu") == is_cpu for name in self.gpus)
 
-    def regime_of(self, setup: TrainingSetup) -> str:
-        """How far ``setup`` is from the training data: one of ``REGIMES``."""
-        known_model = network_of(setup) in self.batch_sizes
-        known_gpu = setup.hardware.name in self.gpus
-        if known_model and known_gpu:
-            if setup.world_size > self.max_world_size:
-                return "beyond scale"
-            return "known" if network_of(setup) in self.networks_of[setup.hardware.name] else "new pair"
-        if known_model:
-            return "new gpu"
-        if not known_gpu:
-            return "new model and gpu"
-        return "new model" if setup.workload.family in self.families else "new family"
+    def regime_of(self, setup: TrainingSetup) -> Regime:
+        """How far ``setup`` is from the training data."""
+        network, gpu = setup.network, setup.hardware.name
+        distance = Distance(
+            has_network=network in self.batch_sizes,
+            has_family=setup.workload.family in self.families,
+            has_gpu=gpu in self.gpus,
+            has_pair=network in self.networks_of.get(gpu, ()),
+            has_scale=setup.world_size <= self.max_world_size,
+        )
+        return next(regime for regime in REGIMES.values() if regime.holds(distance))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -4,28 +4,29 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from precision_time.predictor.learning.blending import CLOSED_FORM_ONLY, Blend, apply_blend, learn_blend
 from precision_time.predictor.learning.boosting import FEWEST_FOR_MANY, boost, boost_out_of_fold, choose_parameters
-from precision_time.predictor.learning.domain import REGIMES, TrainingDomain
-from precision_time.predictor.learning.error_covariance import Effect, effects_from_dict
+from precision_time.predictor.learning.domain import TrainingDomain
+from precision_time.predictor.learning.error_covariance import ErrorCovariance, covariances_from_dict
+from precision_time.predictor.learning.regimes import REGIMES, Regime
 from precision_time.predictor.learning.splits import FEWEST_TO_LEARN
 from precision_time.predictor.learning.trees import FlatForest, flatten_xgboost, forests_from_bytes, forests_to_bytes
 from precision_time.predictor.rows.features import (
-    CLOSED_FORM_FEATURES,
     OPEN_FEATURES,
     SETUP_FEATURES,
     Query,
     feature_matrix,
 )
 from precision_time.predictor.rows.observations import Observation, weigh_rows
+from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.storage.errors import InputError, IntegrityError
 
-__all__ = ["STAGE_FEATURES", "VARIANTS", "HierarchicalPredictor", "PredictedParts", "closed_parts"]
+__all__ = ["STAGE_FEATURES", "HierarchicalPredictor", "PredictedParts", "closed_parts"]
 
 _COMMUNICATION = (
     "log_closed_communication_s", "log_message_bytes", "bucket_count", "log_link_bytes_per_s", "log_world_size",
@@ -44,22 +45,18 @@ STAGE_FEATURES: dict[str, tuple[str, ...]] = {
     "exposed": _EXPOSED,
     "total": SETUP_FEATURES,
 }
-_WITHOUT_CLOSED_FORM = tuple(name for name in SETUP_FEATURES if name not in CLOSED_FORM_FEATURES)
-
-#: What can be left out of a fit on many rows, to see what it gives: the lean on the closed forms, the closed form as
-#: the base of the trees, the closed form altogether; and the total by the stages alone.
-VARIANTS = ("full", "no_blend", "direct", "no_closed_form", "stages")
-
-#: Shares below this are told apart by noise only, so logs of shares stop here.
+#: Shares below this differ by noise only, so they are raised to it before their log is taken.
 _SMALLEST_SHARE = 0.02
-#: Stages that share out a total need fewer rounds than the total; a campaign's own stages choose theirs below this.
+#: Stages that only divide a total need fewer rounds than the total. A campaign's own stages choose theirs below this.
 _STAGE_ROUNDS = {"rounds": 120}
 
-_SILENT_SHARE = 0.05
+#: This share of the rows is trained with the implementation features masked, so a question may leave them out.
+_MASKED_SHARE = 0.05
 
-#: Where blends were not learned: what a campaign saw it may speak of, and its own hardware only; and without a lean.
-_TRUSTED = {regime: Blend(1.0, 1.0) for regime in ("known", "new pair", "new model", "new family", "beyond scale")}
-_ALL_TRUSTED = {regime: Blend(1.0, 1.0) for regime in REGIMES}
+#: Blends of a small campaign, which cannot learn any: its trees answer for the hardware that it measured.
+_UNTESTED_BLENDS = {name: Blend(1.0, 1.0) for name, regime in REGIMES.items() if regime.is_trusted_untested}
+#: Trees without a blend answer every question alone.
+_TREES_ALONE = {name: Blend(1.0, 1.0) for name in REGIMES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,37 +100,36 @@ class HierarchicalPredictor:
     """Four stages, each a boosted correction of a closed form, and a blend with the closed forms themselves.
 
     Compute: log(measured compute / roofline); on one rank the iteration is compute. Communication: log(measured bucket
-    time / all-reduce model). Exposed: log(measured exposed share / share of the bucket timeline), reading what the
-    first two say. By these an iteration is compute + share x communication. Total: log(measured iteration / closed
-    form), trained where many rows tell no more than totals; it then decides the iteration, and the stages its shares.
-    A stage without training rows leaves its closed form as it is.
+    time / all-reduce model). Exposed: log(measured exposed share / share of the bucket timeline), given the first two.
+    With these, an iteration is compute + share x communication. Total: log(measured iteration / closed form), trained
+    where many rows give no more than totals; it then decides the iteration, and the stages only divide it. A stage
+    without training rows leaves its closed form as it is.
 
-    ``blend`` says, by regime, how much the trees have to say and how far the closed forms are off where they do not.
-    ``boosters`` holds XGBoost's own JSON of each stage (kept for inspection; serving reads ``forests`` alone) and
-    ``radii`` the half width of the interval in log seconds for each calibrated regime at ``level``. ``effects`` say how
-    errors hang together, by which measured rows correct others; an artifact may lack them.
+    ``blend`` gives, by regime, the weight of the trees and the factor on the closed forms that get the rest.
+    ``boosters`` holds XGBoost's own JSON of each stage, for inspection; serving reads ``forests`` alone. ``radii`` is
+    the half width of the interval in log seconds at ``level``, by regime. ``covariances`` say how the errors of two
+    questions correlate, by which measured rows correct other answers; an artifact may lack them.
     """
+
+    #: what the total stage learns: the ratio to the closed form, from all columns, with a learned blend; studies in
+    #: ``scoring.ablations`` change these
+    total_features: ClassVar[tuple[str, ...]] = STAGE_FEATURES["total"]
+    total_is_ratio: ClassVar[bool] = True
+    has_total: ClassVar[bool] = True
+    has_blend: ClassVar[bool] = True
 
     forests: Mapping[str, FlatForest]
     domain: TrainingDomain
     blend: Mapping[str, Blend]
-    variant: str = "full"
     boosters: Mapping[str, bytes] = field(default_factory=dict)
     radii: Mapping[str, float] = field(default_factory=dict)
     level: float = 0.9
-    effects: Mapping[str, Effect] = field(default_factory=dict)
+    covariances: Mapping[str, ErrorCovariance] = field(default_factory=dict)
 
     @classmethod
-    def fit(
-        cls, observations: Sequence[Observation], *, seed: int = 0, variant: str = "full"
-    ) -> "HierarchicalPredictor":
-        """Train the stages; ``variant`` leaves out a part of them (see ``VARIANTS``).
-
-        Raises ``InputError`` when fewer than 4 rows have a compute time, or for an unknown variant.
-        """
-        if variant not in VARIANTS:
-            raise InputError("no such variant", got=variant, expected=f"one of {', '.join(VARIANTS)}")
-        timed = [seen for seen in observations if seen.compute_time_s is not None]
+    def fit(cls, observations: Sequence[Observation], *, seed: int = 0) -> Self:
+        """Train the stages and the blend; raises ``InputError`` when fewer than 4 rows have a compute time."""
+        timed = [observation for observation in observations if observation.compute_time_s is not None]
         if len(timed) < FEWEST_TO_LEARN:
             raise InputError(
                 "too few measurements to train on",
@@ -143,43 +139,60 @@ class HierarchicalPredictor:
             )
         boosters: dict[str, bytes] = {}
         _fit_stages(timed, boosters, seed=seed)
-        # Rows that tell their parts need no stage of their own for the whole.
-        totals = len(observations) >= FEWEST_FOR_MANY
-        blend = {}
-        if totals and variant != "stages":
-            _fit_total(observations, boosters, seed=seed, variant=variant)
-        if totals and variant == "full":
-            blend = learn_blend(observations, seed=seed)
+        # Rows that give their parts need no stage of their own for the whole.
+        has_totals = len(observations) >= FEWEST_FOR_MANY
+        if has_totals and cls.has_total:
+            boosters["total"] = cls._fit_total(observations, seed=seed)
+        if not has_totals:
+            blend = dict(_UNTESTED_BLENDS)
+        else:
+            blend = learn_blend(observations, seed=seed) if cls.has_blend else dict(_TREES_ALONE)
         return cls(
             forests={stage: flatten_xgboost(model) for stage, model in boosters.items()},
             boosters=boosters,
             domain=TrainingDomain.of(observations),
-            blend=blend or dict(_TRUSTED if not totals else _ALL_TRUSTED),
-            variant=variant,
+            blend=blend,
         )
 
-    def lean_of(self, query: Query) -> Blend:
-        """The blend that holds for ``query``; of weight 0 where the closed form answers as it is.
+    @classmethod
+    def _fit_total(cls, observations: Sequence[Observation], *, seed: int) -> bytes:
+        targets = np.log([observation.measurement.iteration_time_s for observation in observations])
+        if cls.total_is_ratio:
+            targets = targets - np.log([observation.closed.iteration_time_s for observation in observations])
+        matrix = feature_matrix([observation.query.row for observation in observations], cls.total_features)
+        masked = np.random.default_rng(seed).random(len(matrix)) < _MASKED_SHARE
+        for name in OPEN_FEATURES:
+            matrix[masked, cls.total_features.index(name)] = np.nan
+        return boost(
+            matrix,
+            targets,
+            parameters=choose_parameters(len(observations)),
+            seed=seed,
+            weights=weigh_rows(observations),
+        )
 
-        That is in a regime without a blend, and for a CPU where only GPUs were measured, or the other way round: what
-        was learned on the one says nothing of the other.
+    def blend_of(self, setup: TrainingSetup, regime: Regime) -> Blend:
+        """The blend for ``setup``, which lies in ``regime``; the closed form alone where nothing was learned.
+
+        That is in a regime without a blend, and for a CPU where only GPUs were measured, or the other way round.
         """
-        if not self.domain.covers_kind(query.setup):
+        if not self.domain.covers_kind(setup):
             return CLOSED_FORM_ONLY
-        return self.blend.get(self.domain.regime_of(query.setup), CLOSED_FORM_ONLY)
+        return self.blend.get(regime.name, CLOSED_FORM_ONLY)
 
-    def predict(self, queries: Sequence[Query]) -> PredictedParts:
-        """Seconds by part for each query."""
+    def predict(self, queries: Sequence[Query], blends: Sequence[Blend] | None = None) -> PredictedParts:
+        """Seconds by part for each query; ``blends`` are those of ``blend_of``, looked up here by default."""
+        if blends is None:
+            blends = [self.blend_of(query.setup, self.domain.regime_of(query.setup)) for query in queries]
         parts = self._predict_stages(queries)
         closed_s = np.array([query.closed.iteration_time_s for query in queries])
         trees_s = parts.iteration_time_s
         if "total" in self.forests:
             rows = [query.row for query in queries]
-            trees_s = np.exp(self.forests["total"].predict(feature_matrix(rows, _total_features(self.variant))))
-            if self.variant not in ("direct", "no_closed_form"):
+            trees_s = np.exp(self.forests["total"].predict(feature_matrix(rows, self.total_features)))
+            if self.total_is_ratio:
                 trees_s = trees_s * closed_s
-        leans = [self.lean_of(query) for query in queries]
-        return parts.rescale(apply_blend(leans, trees_s=trees_s, closed_s=closed_s))
+        return parts.rescale(apply_blend(blends, trees_s=trees_s, closed_s=closed_s))
 
     def _predict_stages(self, queries: Sequence[Query]) -> PredictedParts:
         rows, closed = [query.row for query in queries], closed_parts(queries)
@@ -213,13 +226,13 @@ class HierarchicalPredictor:
             compute_time_s=compute, communication_time_s=communication, exposed_communication_s=exposed
         )
 
-    def with_intervals(self, radii: Mapping[str, float], *, level: float) -> "HierarchicalPredictor":
+    def with_intervals(self, radii: Mapping[str, float], *, level: float) -> Self:
         """The same predictor with interval radii by regime."""
         return replace(self, radii=dict(radii), level=level)
 
-    def with_effects(self, effects: Mapping[str, Effect]) -> "HierarchicalPredictor":
-        """The same predictor with how its errors hang together (``pooling_fit.estimate_effects``)."""
-        return replace(self, effects=dict(effects))
+    def with_covariances(self, covariances: Mapping[str, ErrorCovariance]) -> Self:
+        """The same predictor with the covariances of its errors."""
+        return replace(self, covariances=dict(covariances))
 
     def to_files(self) -> dict[str, bytes]:
         """The files of an artifact: ``trees.npz``, ``predictor.json`` and one XGBoost JSON per stage."""
@@ -230,8 +243,8 @@ class HierarchicalPredictor:
             "radii": dict(self.radii),
             "level": self.level,
         }
-        if self.effects:
-            described["effects"] = {name: effect.to_dict() for name, effect in self.effects.items()}
+        if self.covariances:
+            described["effects"] = {name: covariance.to_dict() for name, covariance in self.covariances.items()}
         return {
             "predictor.json": (json.dumps(described, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(),
             "trees.npz": forests_to_bytes(self.forests),
@@ -239,7 +252,7 @@ class HierarchicalPredictor:
         }
 
     @classmethod
-    def from_files(cls, files: Mapping[str, bytes]) -> "HierarchicalPredictor":
+    def from_files(cls, files: Mapping[str, bytes]) -> Self:
         """The inverse of ``to_files`` from files whose digests were verified; xgboost is not needed.
 
         Raises ``IntegrityError`` for stages or features this version does not know, and for broken trees.
@@ -251,7 +264,7 @@ class HierarchicalPredictor:
             blend = {str(regime): Blend(*map(float, values)) for regime, values in described["blend"].items()}
             radii = {str(name): float(radius) for name, radius in described["radii"].items()}
             level = float(described["level"])
-            effects = effects_from_dict(described.get("effects", {}))
+            covariances = covariances_from_dict(described.get("effects", {}))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise IntegrityError(
                 "predictor.json does not describe a predictor",
@@ -271,29 +284,31 @@ class HierarchicalPredictor:
                 )
         counts = {stage: len(names) for stage, names in stages.items()}
         forests = forests_from_bytes(files["trees.npz"], feature_counts=counts)
-        return cls(forests=forests, domain=domain, blend=blend, radii=radii, level=level, effects=effects)
+        return cls(forests=forests, domain=domain, blend=blend, radii=radii, level=level, covariances=covariances)
 
 
 def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, seed: int) -> None:
     """Train compute, and where parts were measured communication and the exposed share, each on what came before."""
 
     def train(
-        stage: str, seen: Sequence[Observation], rows: list[dict[str, float]], targets: npt.NDArray[np.float64]
+        stage: str, observations: Sequence[Observation], rows: list[dict[str, float]], targets: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
         boosters[stage], out_of_fold = boost_out_of_fold(
             feature_matrix(rows, STAGE_FEATURES[stage]),
             targets,
-            groups=[one.measurement.configuration for one in seen],
-            parameters=choose_parameters(len(seen)) | _STAGE_ROUNDS,
+            groups=[observation.measurement.configuration for observation in observations],
+            parameters=choose_parameters(len(observations)) | _STAGE_ROUNDS,
             seed=seed,
         )
         return out_of_fold
 
-    rows = [seen.query.row for seen in timed]
-    targets = np.array([math.log((seen.compute_time_s or 0.0) / seen.closed.compute_time_s) for seen in timed])
-    parallel = [number for number, seen in enumerate(timed) if seen.measurement.communication_time_s]
+    rows = [observation.query.row for observation in timed]
+    targets = np.array(
+        [math.log((observation.compute_time_s or 0.0) / observation.closed.compute_time_s) for observation in timed]
+    )
+    parallel = [number for number, observation in enumerate(timed) if observation.measurement.communication_time_s]
     if len(parallel) < FEWEST_TO_LEARN and len(timed) >= FEWEST_FOR_MANY:
-        # nothing is stacked on it, and many rows need no choice of rounds
+        # No stage is stacked on this one, and many rows need no choice of rounds.
         matrix = feature_matrix(rows, STAGE_FEATURES["compute"])
         boosters["compute"] = boost(
             matrix, targets, parameters=choose_parameters(len(timed)) | _STAGE_ROUNDS, seed=seed
@@ -302,11 +317,11 @@ def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, see
     correction = train("compute", timed, rows, targets)
     if len(parallel) < FEWEST_TO_LEARN:
         return
-    logs = [math.log(seen.closed.compute_time_s) for seen in timed]
+    logs = [math.log(observation.closed.compute_time_s) for observation in timed]
     rows = [timed[i].query.row | {"log_compute_s": logs[i] + correction[i]} for i in parallel]
     timed = [timed[i] for i in parallel]
-    measured = np.array([seen.measurement.communication_time_s for seen in timed], dtype=np.float64)
-    closed = np.array([seen.closed.communication_time_s for seen in timed])
+    measured = np.array([observation.measurement.communication_time_s for observation in timed], dtype=np.float64)
+    closed = np.array([observation.closed.communication_time_s for observation in timed])
     correction = train("communication", timed, rows, np.log(measured / closed))
 
     rows = [
@@ -316,33 +331,12 @@ def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, see
     targets = np.array(
         [
             math.log(
-                _share(seen.measurement.iteration_time_s - (seen.compute_time_s or 0.0), float(measured[i]))
-                / _share(seen.closed.exposed_communication_s, seen.closed.communication_time_s)
+                _share(
+                    observation.measurement.iteration_time_s - (observation.compute_time_s or 0.0), float(measured[i])
+                )
+                / _share(observation.closed.exposed_communication_s, observation.closed.communication_time_s)
             )
-            for i, seen in enumerate(timed)
+            for i, observation in enumerate(timed)
         ]
     )
     train("exposed", timed, rows, targets)
-
-
-def _total_features(variant: str) -> tuple[str, ...]:
-    return _WITHOUT_CLOSED_FORM if variant == "no_closed_form" else STAGE_FEATURES["total"]
-
-
-def _fit_total(observations: Sequence[Observation], boosters: dict[str, bytes], *, seed: int, variant: str) -> None:
-    measured = np.log([seen.measurement.iteration_time_s for seen in observations])
-    if variant not in ("direct", "no_closed_form"):
-        measured = measured - np.log([seen.closed.iteration_time_s for seen in observations])
-    names = _total_features(variant)
-    matrix = feature_matrix([seen.query.row for seen in observations], names)
-    # Some rows keep silent about their code, as questions do, so that the trees learn what holds then.
-    silent = np.random.default_rng(seed).random(len(matrix)) < _SILENT_SHARE
-    for name in OPEN_FEATURES:
-        matrix[silent, names.index(name)] = np.nan
-    boosters["total"] = boost(
-        matrix,
-        measured,
-        parameters=choose_parameters(len(observations)),
-        seed=seed,
-        weights=weigh_rows(observations),
-    )

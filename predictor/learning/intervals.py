@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.learning.domain import REGIMES
+from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.storage.errors import InputError
 
 __all__ = ["FEWEST_IN_REGIME", "conformal_radius", "fewest_rows", "radii_by_regime"]
@@ -47,7 +47,7 @@ def radii_by_regime(
     regimes: Sequence[str],
     *,
     level: float,
-    order: Sequence[str] = REGIMES,
+    order: Sequence[str] = tuple(REGIMES),
     fewest: int = FEWEST_IN_REGIME,
 ) -> dict[str, float]:
     """A radius for each regime in ``order``, from the errors of its own rows (Mondrian: Vovk et al. 2005, ch. 4).

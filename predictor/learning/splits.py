@@ -1,44 +1,117 @@
-"""What each split of the measurements leaves out, and the folds that follow from it."""
+"""Splits: how rows of measurements are left out of a fit, one record for each way, and the folds that follow.
+
+A new split is a record in ``SPLITS``; a regime whose interval or blend it should set names it in ``regimes.py``.
+"""
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.learning.folds import split_by_group
 from precision_time.predictor.rows.observations import Observation
 from precision_time.storage.errors import InputError
 
-__all__ = ["FEWEST_TO_LEARN", "SPLITS", "Fold", "OneWaySplit", "RotatingSplit", "feasible_splits", "same_but_precision"]
+__all__ = [
+    "FEWEST_TO_LEARN",
+    "NO_GOAL",
+    "SPLITS",
+    "CurvePlan",
+    "Fold",
+    "Goal",
+    "OneWaySplit",
+    "RotatingSplit",
+    "configuration_of",
+    "feasible_splits",
+    "same_but_precision",
+    "split_by_group",
+]
 
 Positions = npt.NDArray[np.int64]
 
-#: Trees on fewer rows are no predictor, so a fold that leaves fewer is none either.
+#: Trees on fewer rows predict nothing, so a fold must leave at least this many.
 FEWEST_TO_LEARN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """Positions of the rows that teach and of those that are predicted."""
+    """Positions of the rows that are trained on and of the rows that are predicted."""
 
     train: Positions
     test: Positions
 
 
+def split_by_group(groups: Sequence[Hashable], *, folds: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    """The fold (0..folds-1) of each row, such that rows of one group share a fold; shape (rows,).
+
+    Groups are shuffled with ``seed`` and then dealt, the largest first, to the fold that has the fewest rows. With
+    fewer groups than ``folds`` each group is a fold of its own. Raises ``InputError`` below two groups: nothing
+    could be held out.
+    """
+    names = list(dict.fromkeys(groups))
+    if len(names) < 2:
+        raise InputError(
+            "too few groups to hold one out",
+            got=f"{len(names)} in {len(groups)} rows",
+            expected="at least 2 different configurations",
+            fix="measure more cells",
+        )
+    index = {name: number for number, name in enumerate(names)}
+    codes = np.array([index[group] for group in groups])
+    sizes = np.bincount(codes)
+    shuffled = np.random.default_rng(seed).permutation(len(names))
+    by_size = shuffled[np.argsort(-sizes[shuffled], kind="stable")]
+    loads = np.zeros(min(folds, len(names)), dtype=np.int64)
+    fold_of_group = np.empty(len(names), dtype=np.int64)
+    for group in by_size:
+        fold = int(np.argmin(loads))
+        fold_of_group[group] = fold
+        loads[fold] += sizes[group]
+    folds_of_rows: npt.NDArray[np.int64] = fold_of_group[codes]
+    return folds_of_rows
+
+
+class Goal(NamedTuple):
+    """What the predictor should reach on a split of the public table, as fractions; None: no goal."""
+
+    mape: float | None = None
+    median: float | None = None
+
+
+NO_GOAL = Goal()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePlan:
+    """How measured rows correct what a split left out: rows of one ``group`` correct its others.
+
+    ``what`` names the rows, and ``covariance`` whose pairs of rows teach how errors correlate.
+    """
+
+    what: str
+    group: Callable[[Observation], str]
+    covariance: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotatingSplit:
-    """Groups of rows are dealt to ``folds`` folds, and each fold is predicted from all the others."""
+    """Groups of rows are dealt to ``folds`` folds, and each fold is predicted from all the others.
+
+    ``curve`` says how corrections by measured rows are scored after this split, None where they are not.
+    """
 
     title: str
     folds: int
     group: Callable[[Observation], Hashable]
+    goal: Goal = NO_GOAL
+    curve: CurvePlan | None = None
 
     def divide(self, observations: Sequence[Observation], *, seed: int) -> list[Fold]:
         """The folds; together they predict every row once. Raises ``InputError`` below two groups."""
-        numbers = split_by_group([self.group(seen) for seen in observations], folds=self.folds, seed=seed)
+        numbers = split_by_group([self.group(observation) for observation in observations], folds=self.folds, seed=seed)
         return [
             Fold(train=np.flatnonzero(numbers != number), test=np.flatnonzero(numbers == number))
             for number in np.unique(numbers)
@@ -46,28 +119,30 @@ class RotatingSplit:
 
     def is_feasible(self, observations: Sequence[Observation]) -> bool:
         """Whether there are two groups or more, and enough rows whichever of them is left out."""
-        sizes = Counter(self.group(seen) for seen in observations)
+        sizes = Counter(self.group(observation) for observation in observations)
         return len(sizes) > 1 and len(observations) - max(sizes.values()) >= FEWEST_TO_LEARN
 
-    def calibrate(self, observations: Sequence[Observation]) -> Fold | None:
-        """None: the errors of the other folds calibrate the intervals of one."""
+    def find_interval_fold(self, observations: Sequence[Observation]) -> Fold | None:
+        """None: the errors of the other folds set the intervals of each fold."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneWaySplit:
-    """Some rows teach and others are predicted, never the other way round: one fold.
+    """Some rows are trained on and others predicted, never the other way round: one fold.
 
-    ``divide_rows`` names both for the rows it is given. ``divide_again`` divides the teaching rows the same way one
-    step nearer: with a single fold no other one has errors, so intervals are calibrated inside the teaching rows.
+    ``divide_rows`` divides the rows it is given. With a single fold no other fold has errors, so intervals are set
+    inside the training rows: ``divide_again`` divides those in the same way, one step nearer.
     """
 
     title: str
     divide_rows: Callable[[Sequence[Observation]], Fold]
     divide_again: Callable[[Sequence[Observation]], Fold]
+    goal: Goal = NO_GOAL
+    curve: CurvePlan | None = None
 
     def divide(self, observations: Sequence[Observation], *, seed: int) -> list[Fold]:
-        """The one fold. Raises ``InputError`` where too few rows teach or none is left to predict."""
+        """The one fold; raises ``InputError`` when too few rows are left to train on, or none to predict."""
         fold = self.divide_rows(observations)
         if not self.is_feasible(observations):
             raise InputError(
@@ -79,12 +154,12 @@ class OneWaySplit:
         return [fold]
 
     def is_feasible(self, observations: Sequence[Observation]) -> bool:
-        """Whether enough rows teach and others are left to predict."""
+        """Whether enough rows are left to train on, and some to predict."""
         fold = self.divide_rows(observations)
         return len(fold.train) >= FEWEST_TO_LEARN and len(fold.test) > 0
 
-    def calibrate(self, observations: Sequence[Observation]) -> Fold | None:
-        """The division inside the teaching rows, in positions of ``observations``; None where it has no two sides."""
+    def find_interval_fold(self, observations: Sequence[Observation]) -> Fold | None:
+        """The division of the training rows, in positions of ``observations``; None where one side is empty."""
         train = self.divide_rows(observations).train
         inner = self.divide_again([observations[position] for position in train])
         if not len(inner.train) or not len(inner.test):
@@ -92,83 +167,110 @@ class OneWaySplit:
         return Fold(train=train[inner.train], test=train[inner.test])
 
 
-def _configure(seen: Observation) -> tuple[str | int, ...]:
+def configuration_of(observation: Observation, *, with_precision: bool = True) -> tuple[str | int, ...]:
     """The configuration of a row under its network's one name, so that synonyms stay together."""
-    return replace(seen.measurement, model=seen.network).configuration
+    measured = replace(observation.measurement, model=observation.network)
+    return (measured if with_precision else replace(measured, precision="")).configuration
 
 
-def _configure_without_precision(seen: Observation) -> tuple[str | int, ...]:
-    return replace(seen.measurement, model=seen.network, precision="").configuration
-
-
-def same_but_precision(seen: Observation) -> tuple[Hashable, ...]:
-    """What two rows share that are of one source, script and machine and differ in nothing but precision."""
-    setup, measured = seen.setup, seen.measurement
+def same_but_precision(observation: Observation) -> tuple[Hashable, ...]:
+    """What rows of one source, script and machine have in common when they differ in precision alone."""
+    setup, measured = observation.setup, observation.measurement
     return (
-        measured.source, measured.task_input, measured.framework, seen.network, setup.workload, setup.hardware.name,
-        setup.hardware.network_bytes_per_s, setup.world_size, setup.nodes, setup.batch_size,
-        setup.gradient_accumulation_steps, setup.strategy, setup.layout, setup.implementation,
+        measured.source, measured.task_input, measured.framework, observation.network, setup.workload,
+        setup.hardware.name, setup.hardware.network_bytes_per_s, setup.world_size, setup.nodes, setup.batch_size,
+        setup.gradient_accumulation_steps, measured.strategy, setup.layout, setup.implementation,
     )  # fmt: skip
 
 
 def _divide_by_scale(observations: Sequence[Observation], *, most: int) -> Fold:
-    """Rows of at most ``most`` GPUs teach, the others are predicted."""
-    large = np.array([seen.setup.world_size > most for seen in observations], dtype=np.bool_)
+    """Rows on at most ``most`` GPUs are trained on, the others are predicted."""
+    large = np.array([observation.setup.world_size > most for observation in observations], dtype=np.bool_)
     return Fold(train=np.flatnonzero(~large), test=np.flatnonzero(large))
 
 
 def _divide_by_precision(
     observations: Sequence[Observation], *, taught: tuple[str, ...], known_by: Callable[[Observation], Hashable]
 ) -> Fold:
-    """Rows at the ``taught`` policies teach; predicted are others with the ``known_by`` of one that taught.
+    """Rows at the ``taught`` policies are trained on; other rows with the ``known_by`` of one of them are predicted.
 
-    The rest stays out: it would ask about new models or batches as well.
+    The rest is left out: it would ask about new models or batches as well.
     """
-    teaches = np.array([seen.setup.precision.name in taught for seen in observations], dtype=np.bool_)
-    keys = [known_by(seen) for seen in observations]
+    teaches = np.array([observation.setup.precision.name in taught for observation in observations], dtype=np.bool_)
+    keys = [known_by(observation) for observation in observations]
     known = {key for key, is_taught in zip(keys, teaches, strict=True) if is_taught}
     asked = np.array([key in known for key in keys], dtype=np.bool_) & ~teaches
     return Fold(train=np.flatnonzero(teaches), test=np.flatnonzero(asked))
 
 
-#: Every split by name: what its folds leave out together, and how many there are. All of one seed (0 by default).
+#: Every split by name: what its folds leave out together, and how many folds there are. The seed is 0 by default.
 SPLITS: dict[str, RotatingSplit | OneWaySplit] = {
-    # one row: mostly between repeats; the paper's own split, for comparison with it
-    "row": RotatingSplit(title="5-fold by row", folds=5, group=id),
+    # one row, mostly between repeats: the paper's own split, for comparison with it
+    "row": RotatingSplit(title="5-fold by row", folds=5, group=id, goal=Goal(0.05, 0.025)),
     # all rows of a configuration: replicates never straddle two folds
-    "configuration": RotatingSplit(title="5-fold by configuration", folds=5, group=_configure),
-    # all a source says of one network on one GPU
+    "configuration": RotatingSplit(
+        title="5-fold by configuration", folds=5, group=configuration_of, goal=Goal(0.06, 0.035)
+    ),
+    # all rows of one source for one network on one GPU
     "source-model-gpu": RotatingSplit(
         title="leave source, model and GPU out",
         folds=10,
-        group=lambda seen: (seen.measurement.source, seen.network, seen.setup.hardware.name),
+        group=lambda observation: (
+            observation.measurement.source,
+            observation.network,
+            observation.setup.hardware.name,
+        ),
+        goal=Goal(0.10, 0.06),
     ),
     # a network under all its names
-    "leave-model-out": RotatingSplit(title="leave model out", folds=10, group=lambda seen: seen.network),
+    "leave-model-out": RotatingSplit(
+        title="leave model out",
+        folds=10,
+        group=lambda observation: observation.network,
+        goal=Goal(0.15, 0.09),
+        curve=CurvePlan(what="of the model", group=lambda observation: observation.network, covariance="new model"),
+    ),
     # a family of networks (families.csv)
     "leave-family-out": RotatingSplit(
-        title="leave family out", folds=10, group=lambda seen: seen.setup.workload.family or seen.network
+        title="leave family out",
+        folds=10,
+        group=lambda observation: observation.setup.workload.family or observation.network,
+        goal=Goal(0.22, 0.13),
+        curve=CurvePlan(what="of the model", group=lambda observation: observation.network, covariance="new family"),
     ),
     # a chip with all its sister parts
-    "leave-gpu-out": RotatingSplit(title="leave GPU out", folds=10, group=lambda seen: seen.chip),
-    # 1 fold: everything on more than 8 GPUs; its intervals come from 3 to 8 GPUs predicted from at most 2
+    "leave-gpu-out": RotatingSplit(
+        title="leave GPU out",
+        folds=10,
+        group=lambda observation: observation.chip,
+        goal=Goal(0.15, 0.10),
+        curve=CurvePlan(
+            what="on the GPU", group=lambda observation: observation.setup.hardware.name, covariance="new gpu"
+        ),
+    ),
+    # 1 fold: all rows on more than 8 GPUs; its intervals come from 3 to 8 GPUs predicted from at most 2
     "scale": OneWaySplit(
         title="up to 8 GPUs to more",
         divide_rows=functools.partial(_divide_by_scale, most=8),
         divide_again=functools.partial(_divide_by_scale, most=2),
+        goal=Goal(0.15, 0.10),
     ),
-    # 1 fold: 16 bits and fewer, in configurations that taught in fp32 or tf32; its intervals come from tf32, predicted
-    # from fp32, of networks that taught: no configuration of the public table has both
+    # 1 fold: 16 bits and fewer, in configurations trained on in fp32 or tf32; its intervals come from tf32 predicted
+    # from fp32, of networks that were trained on: no configuration of the public table has both
     "precision-transfer": OneWaySplit(
         title="fp32 and tf32 to fewer bits",
         divide_rows=functools.partial(
-            _divide_by_precision, taught=("fp32", "tf32"), known_by=_configure_without_precision
+            _divide_by_precision,
+            taught=("fp32", "tf32"),
+            known_by=functools.partial(configuration_of, with_precision=False),
         ),
-        divide_again=functools.partial(_divide_by_precision, taught=("fp32",), known_by=lambda seen: seen.network),
+        divide_again=functools.partial(
+            _divide_by_precision, taught=("fp32",), known_by=lambda observation: observation.network
+        ),
     ),
 }
 
 
 def feasible_splits(observations: Sequence[Observation]) -> tuple[str, ...]:
-    """The names in ``SPLITS`` for which the rows hold something to learn from and something to leave out."""
+    """The names in ``SPLITS`` for which the rows hold enough to train on and something to leave out."""
     return tuple(name for name, split in SPLITS.items() if split.is_feasible(observations))

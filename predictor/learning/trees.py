@@ -257,14 +257,6 @@ class FlatForest:
             cover[level] = cover[left] + cover[left + 1]
         return cover
 
-    def leaf_support(self, rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """How much training data stands behind each row: the mean log cover of its leaves, shape (n,).
-
-        Low where the trees decide by few training rows. Raises ``InputError`` as ``split_rows`` and ``node_cover`` do.
-        """
-        log_cover = np.log(self.node_cover)
-        return np.concatenate([np.empty(0), *(log_cover.take(leaf).mean(axis=1) for leaf in self.find_leaves(rows))])
-
 
 def flatten_xgboost(model_json: bytes, *, keep_cover: bool = True) -> FlatForest:
     """Flat arrays of an XGBoost model that was saved as JSON (gbtree, numeric splits, one output).

@@ -3,16 +3,16 @@
 import dataclasses
 import math
 import numbers
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from precision_time.predictor.setup.hardware import HardwareSpec, choose_precision, find_hardware, parse_bandwidth
 from precision_time.predictor.setup.implementation import Implementation
-from precision_time.predictor.setup.parallelism import Parallelism, parse_parallelism
+from precision_time.predictor.setup.parallelism import parse_parallelism
 from precision_time.predictor.setup.precision import parse_precision
 from precision_time.predictor.setup.training_setup import TrainingSetup, fill_pipeline
+from precision_time.predictor.setup.values import check_checkpointing, check_compiled, check_count, count_nodes
 from precision_time.predictor.workloads.workload import WorkloadFeatures, find_workload
 from precision_time.storage.errors import InputError, PrecisionTimeError, UnknownNameError
 from precision_time.storage.schema import Measurement
@@ -147,16 +147,9 @@ def _is_blank(value: object) -> bool:
 
 
 def _count(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        # a column with blanks reaches us as floating point
-        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InputError(f"{name} is not a count", got=repr(value), expected="an integer of at least 1") from None
-    if not 1 <= number <= 10**9:
-        raise InputError(f"{name} is out of range", got=number, expected="an integer from 1 to 1000000000")
-    return number
+    # A column with blanks holds its integers as floats.
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    return check_count(name, number, at_most=10**9)
 
 
 def _positive(name: str, value: object) -> float:
@@ -170,84 +163,78 @@ def _positive(name: str, value: object) -> float:
 def _read_row(
     row: Mapping[str, Any], *, workloads: Sequence[WorkloadFeatures], hardware: Sequence[HardwareSpec]
 ) -> tuple[TrainingSetup, float]:
-    told = {name: value for name, value in row.items() if not _is_blank(value)}
+    values = {name: value for name, value in row.items() if not _is_blank(value)}
     blank = [name for name in _TIMES if name in row and row[name] is not None]
-    if blank and not any(name in told for name in _TIMES):
+    if blank and not any(name in values for name in _TIMES):
         _positive(blank[0], row[blank[0]])
-    lacking = [name for name in ("gpu", *_NEEDED) if name not in told]
-    if "model" not in told and "workload" not in told:
+    lacking = [name for name in ("gpu", *_NEEDED) if name not in values]
+    if "model" not in values and "workload" not in values:
         lacking.insert(0, "model")
-    if not any(name in told for name in _TIMES):
+    if not any(name in values for name in _TIMES):
         lacking.append(" or ".join(_TIMES))
     if lacking:
-        raise InputError("values are missing", got=", ".join(told) or "an empty row", expected=", ".join(lacking))
-    setup = _describe(told, workloads=workloads, hardware=hardware)
-    return setup, _read_time(told, setup)
+        raise InputError("values are missing", got=", ".join(values) or "an empty row", expected=", ".join(lacking))
+    setup = _describe(values, workloads=workloads, hardware=hardware)
+    return setup, _read_time(values, setup)
 
 
 def _describe(
-    told: Mapping[str, Any], *, workloads: Sequence[WorkloadFeatures], hardware: Sequence[HardwareSpec]
+    values: Mapping[str, Any], *, workloads: Sequence[WorkloadFeatures], hardware: Sequence[HardwareSpec]
 ) -> TrainingSetup:
-    device = told["gpu"] if isinstance(told["gpu"], HardwareSpec) else find_hardware(told["gpu"], measured=hardware)
-    precision, _ = choose_precision(device, parse_precision(told["precision"]))
-    if "network_bandwidth" in told:
-        device = dataclasses.replace(device, network_bytes_per_s=parse_bandwidth(told["network_bandwidth"]))
-    world_size = _count("gpus", told.get("gpus", 1))
-    nodes = _count("nodes", told.get("nodes", math.ceil(world_size / device.gpus_per_node)))
-    if world_size % nodes:
-        raise InputError("the GPUs do not divide over the nodes", got=f"{world_size} / {nodes}",
-                         expected="a whole number of GPUs per node")  # fmt: skip
-    strategy = told.get("strategy", "ddp")
-    layout = parse_parallelism(strategy, world_size=world_size)
+    device = (
+        values["gpu"] if isinstance(values["gpu"], HardwareSpec) else find_hardware(values["gpu"], measured=hardware)
+    )
+    precision, _ = choose_precision(device, parse_precision(values["precision"]))
+    if "network_bandwidth" in values:
+        device = dataclasses.replace(device, network_bytes_per_s=parse_bandwidth(values["network_bandwidth"]))
+    world_size = _count("gpus", values.get("gpus", 1))
+    nodes = values.get("nodes")
+    layout = parse_parallelism(values.get("strategy", "ddp"), world_size=world_size)
     batch_size, micro_steps = fill_pipeline(
         stages=layout.pipeline,
-        batch_size=_count("batch_size", told["batch_size"]),
-        micro_steps=_count("gradient_accumulation_steps", told.get("gradient_accumulation_steps", 1)),
+        batch_size=_count("batch_size", values["batch_size"]),
+        micro_steps=_count("gradient_accumulation_steps", values.get("gradient_accumulation_steps", 1)),
     )
     return TrainingSetup(
-        workload=_find_work(told, workloads),
+        workload=_find_work(values, workloads),
         hardware=device,
         precision=precision,
         world_size=world_size,
-        nodes=nodes,
+        nodes=count_nodes(world_size, _count("nodes", nodes) if nodes is not None else None, device),
         batch_size=batch_size,
         gradient_accumulation_steps=micro_steps,
-        strategy=str(strategy),
-        parallelism=None if layout == Parallelism(data=world_size) else layout,
-        implementation=_read_implementation(told),
+        parallelism=layout,
+        implementation=_read_implementation(values),
     )
 
 
-def _find_work(told: Mapping[str, Any], workloads: Sequence[WorkloadFeatures]) -> WorkloadFeatures:
-    if "workload" in told:
-        if not isinstance(told["workload"], WorkloadFeatures):
-            raise InputError("workload of a wrong type", got=type(told["workload"]).__name__,
+def _find_work(values: Mapping[str, Any], workloads: Sequence[WorkloadFeatures]) -> WorkloadFeatures:
+    if "workload" in values:
+        if not isinstance(values["workload"], WorkloadFeatures):
+            raise InputError("workload of a wrong type", got=type(values["workload"]).__name__,
                              expected="WorkloadFeatures", fix="write a name as model")  # fmt: skip
-        return told["workload"]
-    return find_workload(told["model"], task_input=str(told.get("task_input", "")), measured=workloads)
+        return values["workload"]
+    return find_workload(values["model"], task_input=str(values.get("task_input", "")), measured=workloads)
 
 
-def _read_implementation(told: Mapping[str, Any]) -> Implementation:
-    compiled, checkpointing = told.get("compiled"), told.get("activation_checkpointing")
-    if compiled is not None:
-        if compiled not in (True, False):
-            raise InputError("compiled is not usable", got=repr(compiled), expected="True or False")
-        compiled = bool(compiled)
-    if checkpointing not in (None, "none", "selective", "full"):
-        raise UnknownNameError("activation checkpointing", str(checkpointing), ("none", "selective", "full"))
-    framework = told.get("framework", "pytorch")
+def _read_implementation(values: Mapping[str, Any]) -> Implementation:
+    framework, compiled = values.get("framework", "pytorch"), values.get("compiled")
     if not isinstance(framework, str):
         raise InputError("framework is not usable", got=repr(framework), expected="a name such as pytorch")
-    return Implementation(framework=framework.strip().casefold(), compiled=compiled, checkpointing=checkpointing)
+    return Implementation(
+        framework=framework.strip().casefold(),
+        compiled=check_compiled(bool(compiled) if compiled in (True, False) else compiled),
+        checkpointing=check_checkpointing(values.get("activation_checkpointing")),
+    )
 
 
-def _read_time(told: Mapping[str, Any], setup: TrainingSetup) -> float:
-    times = {name: _positive(name, told[name]) for name in _TIMES if name in told}
+def _read_time(values: Mapping[str, Any], setup: TrainingSetup) -> float:
+    times = {name: _positive(name, values[name]) for name in _TIMES if name in values}
     samples = setup.batch_size * setup.layout.data * setup.gradient_accumulation_steps
     by_rate = samples / times["samples_per_s"] if "samples_per_s" in times else None
     seconds = times.get("iteration_time_s", by_rate)
     if seconds is None:
-        raise InputError("no time", got=", ".join(told), expected=" or ".join(_TIMES))
+        raise InputError("no time", got=", ".join(values), expected=" or ".join(_TIMES))
     if by_rate is not None and abs(by_rate / seconds - 1) > _SAME_RATE:
         raise InputError(
             "the time and the rate are not of one measurement, or of mixed units",

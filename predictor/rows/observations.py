@@ -15,6 +15,7 @@ from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.public_table import row_implementation, row_parallelism
 from precision_time.predictor.setup.hardware import HardwareSpec, find_hardware
 from precision_time.predictor.setup.implementation import Checkpointing, Implementation
+from precision_time.predictor.setup.parallelism import parse_parallelism
 from precision_time.predictor.setup.precision import Precision, parse_precision
 from precision_time.predictor.setup.training_setup import TrainingSetup, fill_pipeline
 from precision_time.predictor.workloads.cards import Card, find_card
@@ -57,12 +58,12 @@ class Observation:
     @property
     def network(self) -> str:
         """One name for all names of one architecture."""
-        return self.setup.workload.network or self.setup.workload.name
+        return self.setup.network
 
     @property
     def chip(self) -> str:
         """The silicon: sister parts of one chip share it; a CPU is its own."""
-        return self.setup.hardware.chip or self.setup.hardware.name
+        return self.setup.chip
 
     @property
     def is_contest(self) -> bool:
@@ -106,7 +107,7 @@ def observe(
                     nodes=measured.nodes,
                     batch_size=measured.per_gpu_batch_size,
                     gradient_accumulation_steps=measured.gradient_accumulation_steps,
-                    strategy=measured.strategy,
+                    parallelism=parse_parallelism(measured.strategy, world_size=measured.world_size),
                     implementation=_implementation_of(measured),
                 )
             ),
@@ -267,7 +268,6 @@ def _observe_row(row: Mapping[Any, Any], workload: WorkloadFeatures, *, task_inp
         nodes=nodes,
         batch_size=batch_size,
         gradient_accumulation_steps=accumulation,
-        strategy=strategy,
         parallelism=row_parallelism(row),
         implementation=row_implementation(row),
     )

@@ -16,7 +16,6 @@ from precision_time.predictor.setup.precision import FORMAT_BYTES, parse_precisi
 from precision_time.storage.errors import InputError
 
 __all__ = [
-    "ABLATIONS",
     "METHODS",
     "SPEED_UP",
     "WITHOUT_CONTESTS",
@@ -36,11 +35,10 @@ SPEED_UP = "speed-up"
 #: The closed forms times one factor, the median of measured over closed form in the teaching rows; and without it,
 #: which is what answers where nothing is published.
 _CLOSED_METHODS = ("roofline", "closed_form")
-#: What every split is predicted by, and what can be asked for beside it.
+#: The methods that every split is predicted by; those of ``ABLATIONS`` can be asked for beside them.
 METHODS = ("predictor", "precision_blind", *_CLOSED_METHODS)
-ABLATIONS = ("no_blend", "direct", "no_closed_form", "stages")
-#: The number of the fold that calibrates a split with a single one.
-_CALIBRATION = -1
+#: The number of the fold that sets the intervals of a split with a single fold.
+_INTERVAL_FOLD = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,25 +78,11 @@ class CrossValidation:
             return self.radius()
         return conformal_radius(self.log_errors()[own], level=self.level)
 
-    def radii(self) -> dict[str, float]:
-        """The interval radii that the rows support at ``level``, by regime; empty with too few rows."""
-        return radii_by_regime(self.log_errors(), self.regimes, level=self.level)
-
     def metrics(self) -> dict[str, Metrics]:
         """Metrics by method; only the predictor gives intervals, so only it has a coverage."""
         return {
             method: score(values, self.measured_s, covered=self.covered if method == "predictor" else None)
             for method, values in self.predicted_s.items()
-        }
-
-    def coverage_by_regime(self) -> dict[str, tuple[int, float]]:
-        """Rows and the share of them inside the predictor's interval, by regime; empty where no interval is had."""
-        if self.covered is None:
-            return {}
-        labels = np.asarray(self.regimes)
-        return {
-            regime: (int((labels == regime).sum()), float(self.covered[labels == regime].mean()))
-            for regime in dict.fromkeys(self.regimes)
         }
 
     def restrict(self, chosen: npt.NDArray[np.bool_], *, split: str) -> "CrossValidation":
@@ -200,9 +184,9 @@ def _cross_validate(
         for method in methods
         if method in LEARNERS
     ]
-    inner = {split: SPLITS[split].calibrate(observations) for split in splits}
+    inner = {split: SPLITS[split].find_interval_fold(observations) for split in splits}
     jobs += [
-        Trial(split=split, fold=_CALIBRATION, method="predictor", rows=fold)
+        Trial(split=split, fold=_INTERVAL_FOLD, method="predictor", rows=fold)
         for split, fold in inner.items()
         if fold is not None and len(fold.test) >= fewest_rows(level)
     ]
@@ -250,7 +234,7 @@ def _gather(
         covered=None,
         level=level,
     )
-    calibration = answered.get((split, _CALIBRATION, "predictor"))
+    calibration = answered.get((split, _INTERVAL_FOLD, "predictor"))
     if calibration is None or inner is None:
         return replace(result, covered=_cover_across_folds(result) if len(folds) > 1 else None)
     radii = radii_by_regime(np.log(measured[inner.test] / calibration[0]), calibration[1], level=level)

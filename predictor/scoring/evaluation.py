@@ -249,7 +249,7 @@ def _answer(seen: Sequence[Observation], published: PublishedPredictor | None) -
             return
         low_s[first:end], high_s[first:end] = answers.low_s, answers.high_s
         iteration_time_s[first:end] = answers.parts.iteration_time_s
-        regimes[first:end] = answers.regimes
+        regimes[first:end] = [regime.name for regime in answers.regimes]
         sources[first:end] = ["artifact" if its else "closed forms" for its in answers.by_artifact]
         level = answers.level
 

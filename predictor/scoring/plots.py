@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.learning.domain import REGIMES, TrainingDomain
+from precision_time.predictor.learning.domain import TrainingDomain
+from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.learning.splits import SPLITS
 from precision_time.predictor.rows.observations import Observation
 from precision_time.predictor.scoring.cross_validation import SPEED_UP, CrossValidation

@@ -1,10 +1,9 @@
 """Trials: a learner trained on some rows predicts others, many of them shared by a few processes."""
 
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.learning.splits import Fold
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.observations import Observation
+from precision_time.predictor.scoring.ablations import ABLATIONS
 from precision_time.predictor.setup.precision import parse_precision
 from precision_time.storage.errors import InputError, PrecisionTimeError
 
@@ -21,9 +21,9 @@ __all__ = ["LEARNERS", "Learner", "Outcome", "Trial", "run_trials"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """A method that is trained: keywords of ``HierarchicalPredictor.fit``, and whether it is told the precision."""
+    """A method that is trained: the class that is fitted, and whether its rows hide the precision."""
 
-    options: Mapping[str, Any] = field(default_factory=dict)
+    predictor: type[HierarchicalPredictor] = HierarchicalPredictor
     blind: bool = False
 
 
@@ -32,14 +32,7 @@ LEARNERS: dict[str, Learner] = {
     "predictor": Learner(),
     # the same learner on rows described as fp32
     "precision_blind": Learner(blind=True),
-    # the trees alone, however far the query is from the data
-    "no_blend": Learner(options={"variant": "no_blend"}),
-    # the time itself instead of its ratio to the closed form, which is still a column
-    "direct": Learner(options={"variant": "direct"}),
-    # the time itself, from columns that no closed form fills
-    "no_closed_form": Learner(options={"variant": "no_closed_form"}),
-    # compute, communication and the share that stays exposed, without a model of the whole iteration
-    "stages": Learner(options={"variant": "stages"}),
+    **{name: Learner(predictor=kind) for name, kind in ABLATIONS.items()},
 }
 
 
@@ -72,9 +65,9 @@ class _Bench:
             self._blind = [_forget_precision(seen) for seen in self._told]
         seen = self._blind if learner.blind and self._blind is not None else self._told
         train, test = [seen[i] for i in trial.rows.train], [seen[i] for i in trial.rows.test]
-        fitted = HierarchicalPredictor.fit(train, seed=self._seed, **learner.options)
-        predicted = fitted.predict([one.query for one in test]).iteration_time_s
-        return predicted, tuple(fitted.domain.regime_of(one.setup) for one in test)
+        fitted = learner.predictor.fit(train, seed=self._seed)
+        predicted = fitted.predict([observation.query for observation in test]).iteration_time_s
+        return predicted, tuple(fitted.domain.regime_of(observation.setup).name for observation in test)
 
 
 def _forget_precision(seen: Observation) -> Observation:

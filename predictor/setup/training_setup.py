@@ -1,6 +1,9 @@
-"""TrainingSetup: one question, as everything below the answer reads it."""
+"""TrainingSetup: one training job, as closed forms, features and trees read it."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.predictor.setup.implementation import Implementation
@@ -13,7 +16,11 @@ __all__ = ["TrainingSetup", "fill_pipeline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """One question: this workload, on this hardware, at this precision, on so many ranks, with this batch."""
+    """One training job: a workload on hardware, at a precision, on so many ranks, with a batch.
+
+    ``batch_size`` counts the samples of one replica in one micro-step. ``parallelism`` says how the ranks divide the
+    work; plain data parallelism over all ranks is stored as None, so that equal setups compare equal.
+    """
 
     workload: WorkloadFeatures
     hardware: HardwareSpec
@@ -22,14 +29,16 @@ class TrainingSetup:
     nodes: int
     batch_size: int
     gradient_accumulation_steps: int = 1
-    strategy: str = "ddp"
-    #: None: plain data parallelism over all ranks
     parallelism: Parallelism | None = None
     implementation: Implementation = field(default_factory=Implementation)
 
+    def __post_init__(self) -> None:
+        if self.parallelism == Parallelism(data=self.world_size):
+            object.__setattr__(self, "parallelism", None)
+
     @property
     def layout(self) -> Parallelism:
-        """The degrees of parallelism; without any said, every rank is a replica."""
+        """The degrees of parallelism; by default every rank is a replica."""
         return self.parallelism or Parallelism(data=self.world_size)
 
     @property
@@ -37,10 +46,46 @@ class TrainingSetup:
         """Ranks that share one host."""
         return self.world_size // self.nodes
 
+    @property
+    def network(self) -> str:
+        """One name for all names of the network."""
+        return self.workload.network or self.workload.name
+
+    @property
+    def chip(self) -> str:
+        """The silicon, which sister parts share; a CPU is its own."""
+        return self.hardware.chip or self.hardware.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        # Field by field: the deep copy of dataclasses.asdict would also convert the walk inside the workload.
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {
+            "workload": self.workload.to_dict(),
+            "hardware": self.hardware.to_dict(),
+            "precision": dataclasses.asdict(self.precision),
+            "parallelism": None if self.parallelism is None else dataclasses.asdict(self.parallelism),
+            "implementation": dataclasses.asdict(self.implementation),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainingSetup":
+        """The inverse of ``to_dict``; raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
+        layout = values["parallelism"]
+        converted = {
+            "workload": WorkloadFeatures.from_dict(values["workload"]),
+            "hardware": HardwareSpec.from_dict(values["hardware"]),
+            "precision": Precision(**values["precision"]),
+            "parallelism": None if layout is None else Parallelism(**layout),
+            "implementation": Implementation(**values["implementation"]),
+        }
+        # Earlier versions also wrote the spelling of the parallelism.
+        return cls(**{name: value for name, value in values.items() if name != "strategy"} | converted)
+
 
 def fill_pipeline(*, stages: int, batch_size: int, micro_steps: int) -> tuple[int, int]:
-    """Samples of a micro-step and number of micro-steps, for what was told as one batch of a step.
+    """The samples of a micro-step and the number of micro-steps, for a batch given as one.
 
-    Without accumulation the batch is what a pipeline divides, and one sample a micro-step fills it best.
+    A pipeline without accumulation divides the batch itself; micro-steps of one sample fill it best.
     """
     return (1, batch_size) if stages > 1 and micro_steps == 1 else (batch_size, micro_steps)

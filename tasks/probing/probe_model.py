@@ -230,7 +230,7 @@ def _check_counts(**counts: Iterable[object]) -> None:
 def _find_artifact(artifact: str | PublishedPredictor | None) -> PublishedPredictor | None:
     if isinstance(artifact, PublishedPredictor):
         return artifact
-    return standing_artifact()[0] if artifact is None else load_artifact(artifact)
+    return standing_artifact().published if artifact is None else load_artifact(artifact)
 
 
 def _runnable(name: str, report: ProbeReport) -> str:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 
 from precision_time.predictor.answering.artifact import WALKS, zoo_digest
-from precision_time.predictor.learning.domain import REGIMES
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.setup.hardware import known_hardware
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.predictor.workloads.zoo import zoo_names

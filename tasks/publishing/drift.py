@@ -130,7 +130,7 @@ def _judge(
     answers: Answers,
 ) -> DriftRow:
     held = (answers.low_s <= measured) & (measured <= answers.high_s)
-    judged = chosen & answers.calibrated
+    judged = chosen & answers.has_own_interval
     count, inside = int(judged.sum()), int((judged & held).sum())
     return DriftRow(
         by=by,

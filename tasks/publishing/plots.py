@@ -139,7 +139,7 @@ def _find_predictor(registry: str | None, observed: Sequence[Observation]) -> tu
             cells = {seen.measurement.cell_id for seen in observed} & trained_cells(registry, champion)
             learned = f", which has learned from {len(cells)} of these {len(observed)} cells" if cells else ""
             return champion, f"{champion.manifest.artifact_id}, the champion of this campaign's registry{learned}"
-        published, why = standing_artifact()
+        published, why, _ = standing_artifact()
     except PrecisionTimeError as error:
         return None, f"no artifact can be used: {error.what}"
     return published, why if published is None else f"{published.manifest.artifact_id} ({why})"
@@ -164,7 +164,7 @@ def _draw_predicted(observed: Sequence[Observation], *, name: str, registry: str
         measured_s=np.array([seen.measurement.iteration_time_s for seen in observed]),
         predicted_s=answers.parts.iteration_time_s,
         precisions=tuple(seen.setup.precision.name for seen in observed),
-        regimes=answers.regimes,
+        regimes=tuple(regime.name for regime in answers.regimes),
         steps={},
     )
     remark += f". Mean error {rows.errors.mean():.0%} of {len(observed)} cells."

@@ -16,7 +16,7 @@ from precision_time.predictor.answering.artifact import (
     pack_artifact,
     zoo_digest,
 )
-from precision_time.predictor.api import DEFAULT_GPU
+from precision_time.predictor.answering.question import DEFAULT_GPU
 from precision_time.predictor.learning.boosting import choose_parameters
 from precision_time.predictor.learning.hierarchy import STAGE_FEATURES, HierarchicalPredictor
 from precision_time.predictor.workloads.zoo import pack_entries

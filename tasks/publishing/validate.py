@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from precision_time.predictor.learning.boosting import FEWEST_FOR_MANY
-from precision_time.predictor.learning.error_covariance import Effect
+from precision_time.predictor.learning.error_covariance import ErrorCovariance
+from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.learning.splits import SPLITS, feasible_splits
 from precision_time.predictor.rows.observations import Observation
 from precision_time.predictor.scoring.cross_validation import (
@@ -16,22 +17,12 @@ from precision_time.predictor.scoring.cross_validation import (
     cross_validate_all,
     score_holdout,
 )
-from precision_time.predictor.scoring.fit_error_covariance import estimate_effects
+from precision_time.predictor.scoring.fit_error_covariance import estimate_covariances
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.tasks.publishing.train import Snapshot
 
 __all__ = ["Accuracy", "Validation", "chance_of_coverage", "coverage_holds", "validate_predictor"]
 
-#: The split whose errors calibrate the interval of each regime; the next one where there is no such split.
-CALIBRATED_ON = {
-    "known": ("configuration",),
-    "new pair": ("source-model-gpu",),
-    "new model": ("leave-model-out",),
-    "new family": ("leave-family-out", "leave-model-out"),
-    "new gpu": ("leave-gpu-out",),
-    "new model and gpu": ("leave-gpu-out",),
-    "beyond scale": ("scale",),
-}
 #: Whose errors are told by precision too.
 _BY_PRECISION = "configuration"
 _IMPOSSIBLE = "the rows do not hold both what teaches and what is left out"
@@ -48,7 +39,7 @@ Accuracy = dict[str, dict[str, dict[str, float | None]]]
 class Validation:
     """Accuracy by split and method, out-of-fold predictions by split, and the interval radii they support.
 
-    ``effects`` say how these errors hang together, by which measured rows correct other answers. ``by_precision`` is
+    ``covariances`` say how these errors correlate, by which measured rows correct other answers. ``by_precision`` is
     the accuracy of the 5-fold cross-validation by configuration on the rows of each policy, by method; ``left_out``
     are the splits that were not scored, and why.
     """
@@ -57,7 +48,7 @@ class Validation:
     cross_validations: dict[str, CrossValidation]
     radii: dict[str, float]
     level: float
-    effects: Mapping[str, Effect] = field(default_factory=dict)
+    covariances: Mapping[str, ErrorCovariance] = field(default_factory=dict)
     by_precision: Accuracy = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,11 +72,11 @@ def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Valida
     accuracy: Accuracy = {split: result.metrics() for split, result in done.items()}
     if snapshot.holdout:
         accuracy["holdout"] = score_holdout(rows, snapshot.holdout, seed=seed)
-    # An interval that does not hold on its own split is not given out: such questions get the widest one instead.
+    # An interval that does not hold on its own split is not published: such questions get the widest one instead.
     radii = {
-        regime: done[split].radius_of(regime)
-        for regime, candidates in CALIBRATED_ON.items()
-        for split in [next((split for split in candidates if split in done), None)]
+        name: done[split].radius_of(name)
+        for name, regime in REGIMES.items()
+        for split in [next((split for split in regime.interval_splits if split in done), None)]
         if split is not None and coverage_holds(accuracy[split], level=level)
     }
     return Validation(
@@ -93,7 +84,7 @@ def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Valida
         cross_validations=done,
         radii={regime: radius for regime, radius in radii.items() if radius is not None},
         level=level,
-        effects=estimate_effects(done, rows, seed=seed),
+        covariances=estimate_covariances(done, rows, seed=seed),
         by_precision=_score_by_precision(done[_BY_PRECISION], rows) if _BY_PRECISION in done else {},
         left_out=left_out,
     )

@@ -14,8 +14,7 @@ import numpy as np
 import optuna
 
 from precision_time.predictor.learning.boosting import boost, choose_parameters
-from precision_time.predictor.learning.folds import split_by_group
-from precision_time.predictor.learning.splits import SPLITS
+from precision_time.predictor.learning.splits import SPLITS, split_by_group
 from precision_time.predictor.learning.trees import flatten_xgboost
 from precision_time.predictor.rows.features import SETUP_FEATURES, feature_matrix
 from precision_time.predictor.rows.observations import Observation, observe_table, weigh_rows

@@ -13,6 +13,7 @@ from precision_time.__main__ import run
 from precision_time.flows.campaigns import campaign as campaign_flow
 from precision_time.flows.campaigns.summary import CampaignResult, FailedCell
 from precision_time.flows.planning.spec import CampaignSpec
+from precision_time.predictor.answering.artifact import StandingArtifact
 from precision_time.tasks.probing.probe_device import ProbeReport
 
 FILE = """\
@@ -204,7 +205,7 @@ def timed(device: ProbeReport, monkeypatch: pytest.MonkeyPatch) -> list[tuple[st
     monkeypatch.setattr("precision_time.tasks.probing.probe_model.time_settings", time_settings)
     monkeypatch.setattr("precision_time.tasks.probing.probe_model.probe_device", lambda wanted: device)
     for module in ("tasks.probing.probe_model", "predictor.answering.calibration"):
-        monkeypatch.setattr(f"precision_time.{module}.standing_artifact", lambda: (None, ""))
+        monkeypatch.setattr(f"precision_time.{module}.standing_artifact", lambda: StandingArtifact(None, ""))
     return asked
 
 

@@ -61,7 +61,7 @@ def test_other_hardware_is_answered_by_the_closed_forms_and_said_so(registry) ->
     assert estimate.artifact_id is None
     assert estimate.regime == "new gpu"
     assert estimate.iteration_time_s == bare.iteration_time_s
-    assert any("default@1 does not speak of H100-SXM5-80GB" in reason for reason in estimate.reasons)
+    assert any("default@1 has no answer for H100-SXM5-80GB" in reason for reason in estimate.reasons)
 
 
 def test_an_unseen_model_gets_the_wider_interval_of_its_regime(registry) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from precision_time import predict_time
 from precision_time.predictor import api
-from precision_time.predictor.answering.artifact import PublishedPredictor
+from precision_time.predictor.answering.artifact import PublishedPredictor, StandingArtifact
 from precision_time.predictor.learning.blending import Blend
 from precision_time.storage.errors import InputError, UnknownNameError
 from precision_time.storage.manifests import ArtifactManifest
@@ -111,7 +111,7 @@ def ask_large(large_predictor, monkeypatch: pytest.MonkeyPatch):
             workloads=(),
             hardware=(),
         )
-        monkeypatch.setattr(api, "standing_artifact", lambda: (published, "it is the only one"))
+        monkeypatch.setattr(api, "standing_artifact", lambda: StandingArtifact(published, "it is the only one"))
         return predict_time(model, **{"precision": "fp32", "batch_size": 16} | told)
 
     return ask
@@ -121,9 +121,9 @@ def test_what_is_said_of_the_script_reaches_the_trees(ask_large, large_predictor
     asked = []
     predict = type(large_predictor).predict
 
-    def overhear(self, queries):
+    def overhear(self, queries, blends=None):
         asked.extend(queries)
-        return predict(self, queries)
+        return predict(self, queries, blends)
 
     monkeypatch.setattr(type(large_predictor), "predict", overhear)
     ask_large(compiled=True, activation_checkpointing="full")
@@ -166,7 +166,7 @@ def test_by_the_closed_forms_alone_nothing_is_learned() -> None:
 def test_what_an_artifact_does_not_speak_of_is_named(ask_large, told: dict, subject: str) -> None:
     estimate = ask_large(**told, blend={"known": Blend(1.0, 1.0)})
     assert estimate.artifact_id is None
-    assert any(f"large@2 does not speak of {subject}:" in reason for reason in estimate.reasons)
+    assert any(f"large@2 has no answer for {subject}:" in reason for reason in estimate.reasons)
 
 
 anything = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers()))

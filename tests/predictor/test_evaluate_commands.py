@@ -129,7 +129,9 @@ def test_the_artifact_that_is_named_answers_else_the_one_that_predict_would_ask(
 
     monkeypatch.setattr(evaluation, "predict_table", remember)
     monkeypatch.setattr(artifact, "load_artifact", make)
-    monkeypatch.setattr(artifact, "standing_artifact", lambda: (make("standing@1"), "it stands"))
+    monkeypatch.setattr(
+        artifact, "standing_artifact", lambda: artifact.StandingArtifact(make("standing@1"), "it stands")
+    )
     assert run(["evaluate", "--measurements", table(ROW), "--artifact", "mine@3"]) == 0
     assert "1 of 1 rows predicted by mine@3" in capsys.readouterr().out
     assert run(["evaluate", "--measurements", table(ROW)]) == 0

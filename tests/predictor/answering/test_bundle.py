@@ -111,7 +111,7 @@ def test_more_work_takes_longer() -> None:
 def test_what_was_learned_on_gpus_says_nothing_of_a_cpu() -> None:
     estimate = predict_time("resnet50", "fp32", gpu="cpu", batch_size=32)
     assert estimate.artifact_id is None
-    assert any(f"{BUNDLED} does not speak of cpu" in reason for reason in estimate.reasons)
+    assert any(f"{BUNDLED} has no answer for cpu" in reason for reason in estimate.reasons)
 
 
 def test_a_new_process_answers_without_any_heavy_library() -> None:

@@ -14,8 +14,8 @@ import precision_time
 from precision_time.predictor.answering.answers import Answers, answer_queries
 from precision_time.predictor.answering.artifact import PublishedPredictor
 from precision_time.predictor.answering.calibration import Calibration, calibrate, load_calibration
-from precision_time.predictor.learning.error_covariance import SHIPPED_EFFECTS
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+from precision_time.predictor.learning.regimes import SHIPPED_COVARIANCES
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.measured_rows import read_measured_rows
 from precision_time.predictor.rows.observations import Observation
@@ -92,7 +92,7 @@ def test_without_likeness_nothing_moves_and_the_answer_says_so(published: Publis
     after = made.correct(other, before)
     assert after.parts.iteration_time_s == pytest.approx(before.parts.iteration_time_s)
     assert after.low_s == pytest.approx(before.low_s)
-    assert after.corrections == ("no measured row is like this question: it is answered as without them",)
+    assert after.corrections == ("no measured row is like this question: the answer is the same as without them",)
 
 
 def test_a_new_model_moves_further_than_a_known_one(published: PublishedPredictor) -> None:
@@ -109,7 +109,7 @@ def test_a_new_model_moves_further_than_a_known_one(published: PublishedPredicto
         moved.append(
             float(np.log(made.correct(asked, before).parts.iteration_time_s / before.parts.iteration_time_s)[0])
         )
-        assert made.rows[0].regime == regime
+        assert made.rows[0].source.name == regime
     assert moved[0] < 0.02 < moved[1] < math.log(1.2)
     assert 0.05 < moved[2] < math.log(1.2)
 
@@ -282,10 +282,10 @@ def test_broken_values_of_a_calibration_are_refused() -> None:
 def test_a_calibration_is_held_against_the_artifact_that_answers(published: PublishedPredictor) -> None:
     made = calibrate([row()])
     assert made.artifact_id is None
-    assert made.rows[0].regime == "closed forms"
-    other = made.rebase(published)
+    assert made.rows[0].source.name == "closed forms"
+    other = made.against(published)
     assert other.artifact_id == "made-up@1"
-    assert other.rows[0].regime == "known"
+    assert other.rows[0].source.name == "known"
     assert other.rows[0].predicted_s == pytest.approx(measured(ask(), factor=1.0, published=published))
     assert other.narrowest == RADII["known"]
 
@@ -295,7 +295,7 @@ def test_rows_that_the_closed_forms_predicted_say_nothing_of_what_the_trees_answ
 ) -> None:
     given = row(gpu="cpu", precision="fp32", batch_size=8, iteration_time_s=2.0)
     made = calibrate([given], artifact=published)
-    assert made.rows[0].regime == "closed forms on a CPU"
+    assert made.rows[0].source.name == "closed forms on a CPU"
     queries = [ask(), ask(gpu="cpu", precision="fp32", batch_size=16)]
     before = answer(queries, published)
     factors = made.correct(queries, before).parts.iteration_time_s / before.parts.iteration_time_s
@@ -303,11 +303,11 @@ def test_rows_that_the_closed_forms_predicted_say_nothing_of_what_the_trees_answ
     assert abs(math.log(factors[1])) > 0.1
 
 
-def test_effects_of_an_artifact_come_before_the_shipped_ones(published: PublishedPredictor) -> None:
-    stiff = dataclasses.replace(SHIPPED_EFFECTS["known"], repeat=0.01)
-    own = dataclasses.replace(published, predictor=published.predictor.with_effects({"known": stiff}))
+def test_covariances_of_an_artifact_come_before_the_shipped_ones(published: PublishedPredictor) -> None:
+    stiff = dataclasses.replace(SHIPPED_COVARIANCES["known"], repeat=0.01)
+    own = dataclasses.replace(published, predictor=published.predictor.with_covariances({"known": stiff}))
     kept = HierarchicalPredictor.from_files(own.predictor.to_files())
-    assert kept.effects == {"known": stiff}
+    assert kept.covariances == {"known": stiff}
     moved = []
     for artifact in (published, dataclasses.replace(own, predictor=kept)):
         given = row(iteration_time_s=measured(ask(), factor=1.2, published=artifact))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from precision_time.predictor.learning.blending import CLOSED_FORM_ONLY, Blend, apply_blend, learn_blend
-from precision_time.predictor.learning.domain import REGIMES
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.rows.observations import Observation
 from precision_time.storage.schema import Measurement
 

@@ -11,9 +11,7 @@ import xgboost
 from precision_time.predictor.learning.contributions import (
     expected_value,
     gain_importances,
-    mean_absolute_contributions,
     path_contributions,
-    shapley_contributions,
 )
 from precision_time.predictor.learning.trees import FlatForest, flatten_xgboost
 from precision_time.storage.errors import InputError
@@ -21,7 +19,6 @@ from precision_time.storage.errors import InputError
 FEATURES = 5
 UNUSED = 4
 NAMES = ["wide", "narrow", "noise", "step", "unused"]
-METHODS = {"path": path_contributions, "shapley": shapley_contributions}
 
 
 def draw_rows(*, rows: int, seed: int) -> npt.NDArray[np.float32]:
@@ -51,25 +48,23 @@ def forest(booster: xgboost.Booster) -> FlatForest:
     return flatten_xgboost(bytes(booster.save_raw("json")))
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("depth", [1, 3, 6, 8])
-def test_contributions_equal_those_of_xgboost(method: str, depth: int) -> None:
+def test_contributions_equal_those_of_xgboost(depth: int) -> None:
     booster = train(depth=depth, seed=depth)
     forest = flatten_xgboost(bytes(booster.save_raw("json")))
     rows = draw_rows(rows=150, seed=100)
-    theirs = booster.predict(xgboost.DMatrix(rows), pred_contribs=True, approx_contribs=method == "path")
-    np.testing.assert_allclose(METHODS[method](forest, rows), theirs[:, :-1], atol=1e-4)
+    theirs = booster.predict(xgboost.DMatrix(rows), pred_contribs=True, approx_contribs=True)
+    np.testing.assert_allclose(path_contributions(forest, rows), theirs[:, :-1], atol=1e-4)
     assert expected_value(forest) == pytest.approx(theirs[0, -1], abs=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_contributions_and_the_expected_value_sum_to_the_prediction(method: str, forest: FlatForest) -> None:
+def test_contributions_and_the_expected_value_sum_to_the_prediction(forest: FlatForest) -> None:
     rows = draw_rows(rows=1500, seed=7)  # more than one chunk of a walk
     rows[0] = 1e30
     rows[1] = np.nan
     rows[2] = np.inf
     rows[3] = -np.inf
-    summed = METHODS[method](forest, rows).sum(axis=1) + expected_value(forest)
+    summed = path_contributions(forest, rows).sum(axis=1) + expected_value(forest)
     np.testing.assert_allclose(summed, forest.predict(rows), atol=1e-4)
 
 
@@ -77,54 +72,36 @@ def test_coarse_covers_still_sum_to_the_prediction(forest: FlatForest) -> None:
     rng = np.random.default_rng(0)
     coarse = dataclasses.replace(forest, cover=rng.uniform(1e-7, 6e4, len(forest.cover)).astype(np.float16))
     rows = draw_rows(rows=20, seed=8)
-    for contribute in METHODS.values():
-        summed = contribute(coarse, rows).sum(axis=1) + expected_value(coarse)
-        np.testing.assert_allclose(summed, coarse.predict(rows), atol=1e-4)
+    summed = path_contributions(coarse, rows).sum(axis=1) + expected_value(coarse)
+    np.testing.assert_allclose(summed, coarse.predict(rows), atol=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_feature_no_tree_splits_on_adds_nothing(method: str, forest: FlatForest) -> None:
-    added = METHODS[method](forest, draw_rows(rows=50, seed=9))
+def test_a_feature_no_tree_splits_on_adds_nothing(forest: FlatForest) -> None:
+    added = path_contributions(forest, draw_rows(rows=50, seed=9))
     assert (added[:, UNUSED] == 0).all()
     assert (added[:, 0] != 0).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_trees_without_a_split_leave_all_to_the_expected_value(method: str) -> None:
+def test_trees_without_a_split_leave_all_to_the_expected_value() -> None:
     rows = draw_rows(rows=30, seed=1)
     booster = xgboost.train({"base_score": 2.0}, xgboost.DMatrix(rows, np.full(30, 4.0)), num_boost_round=3)
     forest = flatten_xgboost(bytes(booster.save_raw("json")))
-    assert (METHODS[method](forest, rows) == 0).all()
+    assert (path_contributions(forest, rows) == 0).all()
     assert expected_value(forest) == pytest.approx(float(forest.predict(rows)[0]))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_no_rows_give_no_contributions_and_odd_rows_are_refused(method: str, forest: FlatForest) -> None:
-    assert METHODS[method](forest, np.empty((0, FEATURES))).shape == (0, FEATURES)
+def test_no_rows_give_no_contributions_and_odd_rows_are_refused(forest: FlatForest) -> None:
+    assert path_contributions(forest, np.empty((0, FEATURES))).shape == (0, FEATURES)
     with pytest.raises(InputError, match="rows do not fit the trees"):
-        METHODS[method](forest, np.zeros((3, 2)))
+        path_contributions(forest, np.zeros((3, 2)))
     with pytest.raises(InputError, match="rows do not fit the trees"):
-        METHODS[method](forest, np.zeros(FEATURES))
+        path_contributions(forest, np.zeros(FEATURES))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_forest_without_covers_is_refused_with_the_way_out(method: str, booster: xgboost.Booster) -> None:
+def test_a_forest_without_covers_is_refused_with_the_way_out(booster: xgboost.Booster) -> None:
     bare = flatten_xgboost(bytes(booster.save_raw("json")), keep_cover=False)
     with pytest.raises(InputError, match="keep_cover"):
-        METHODS[method](bare, draw_rows(rows=2, seed=0))
-
-
-def test_mean_absolute_contributions_rank_the_features(forest: FlatForest) -> None:
-    rows = draw_rows(rows=300, seed=3)
-    ranked = mean_absolute_contributions(forest, rows, names=NAMES)
-    assert next(iter(ranked)) == "wide"
-    assert list(ranked.values()) == sorted(ranked.values(), reverse=True)
-    assert ranked["unused"] == 0
-    assert ranked["narrow"] == pytest.approx(np.abs(path_contributions(forest, rows)[:, 1]).mean())
-    with pytest.raises(InputError, match="rows and names"):
-        mean_absolute_contributions(forest, rows, names=NAMES[:3])
-    with pytest.raises(InputError, match="rows and names"):
-        mean_absolute_contributions(forest, rows[:0], names=NAMES)
+        path_contributions(bare, draw_rows(rows=2, seed=0))
 
 
 def test_gain_importances_are_the_normalised_total_gain_of_xgboost(booster: xgboost.Booster) -> None:

@@ -14,6 +14,7 @@ from precision_time.predictor.learning.hierarchy import (
 )
 from precision_time.predictor.rows.features import feature_matrix
 from precision_time.predictor.rows.observations import Observation, observe
+from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.storage.errors import InputError, IntegrityError, UnknownNameError
 
 
@@ -92,7 +93,10 @@ def test_the_regime_tells_how_far_a_question_is_from_the_data(predictor, rows) -
     other_model = dataclasses.replace(setup.workload, name="never_seen", network="")
     stranger = dataclasses.replace(other_model, family="never-seen")
     other_gpu = dataclasses.replace(setup.hardware, name="never-seen")
-    regime_of = predictor.domain.regime_of
+
+    def regime_of(setup: TrainingSetup) -> str:
+        return predictor.domain.regime_of(setup).name
+
     assert regime_of(setup) == "known"
     assert regime_of(dataclasses.replace(setup, world_size=64)) == "beyond scale"
     assert regime_of(dataclasses.replace(setup, workload=other_model)) == "new model"

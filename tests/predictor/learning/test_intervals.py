@@ -8,8 +8,8 @@ from crepes import ConformalRegressor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_time.predictor.learning.domain import REGIMES
 from precision_time.predictor.learning.intervals import conformal_radius, fewest_rows, radii_by_regime
+from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.storage.errors import InputError
 
 ORDER = ("near", "far", "farther")
@@ -87,7 +87,7 @@ def test_a_high_level_asks_for_more_rows_than_the_least_of_a_regime() -> None:
 
 
 def test_the_order_is_that_of_the_training_domain_and_a_strange_regime_is_refused() -> None:
-    radii = radii_by_regime([0.1] * 60, [REGIMES[0]] * 60, level=0.9)
+    radii = radii_by_regime([0.1] * 60, ["known"] * 60, level=0.9)
     assert list(radii) == list(REGIMES)
     assert not any(math.isnan(radius) for radius in radii.values())
     with pytest.raises(InputError, match="regime of a calibration row"):

@@ -59,7 +59,7 @@ def test_a_rotating_split_asks_every_row_once_and_never_what_it_taught(rows, nam
     for fold in folds:
         assert len(fold.train) + len(fold.test) == len(rows)
         assert not {split.group(rows[i]) for i in fold.train} & {split.group(rows[i]) for i in fold.test}
-    assert split.calibrate(rows) is None
+    assert split.find_interval_fold(rows) is None
 
 
 def test_the_table_of_splits_has_the_folds_it_says() -> None:
@@ -109,7 +109,7 @@ def test_scale_teaches_up_to_8_gpus_and_calibrates_inside_them(rows) -> None:
     (fold,) = SPLITS["scale"].divide(all_rows, seed=0)
     assert {all_rows[i].setup.world_size for i in fold.train} == {1, 2, 4, 8}
     assert {all_rows[i].setup.world_size for i in fold.test} == {16}
-    inner = SPLITS["scale"].calibrate(all_rows)
+    inner = SPLITS["scale"].find_interval_fold(all_rows)
     assert inner is not None
     assert {all_rows[i].setup.world_size for i in inner.train} == {1, 2}
     assert {all_rows[i].setup.world_size for i in inner.test} == {4, 8}
@@ -123,7 +123,7 @@ def test_precision_transfer_asks_configurations_that_taught_in_fp32_or_tf32(rows
     assert {all_rows[i].setup.precision.name for i in fold.train} == {"fp32", "tf32"}
     assert {all_rows[i].setup.precision.name for i in fold.test} == {"amp_fp16"}
     assert len(fold.test) == len(rows) / 2
-    inner = SPLITS["precision-transfer"].calibrate(all_rows)
+    inner = SPLITS["precision-transfer"].find_interval_fold(all_rows)
     assert inner is not None
     assert {all_rows[i].setup.precision.name for i in inner.train} == {"fp32"}
     assert {all_rows[i].setup.precision.name for i in inner.test} == {"tf32"}

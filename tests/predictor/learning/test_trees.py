@@ -89,16 +89,6 @@ def test_leaf_values_are_those_of_the_leaves_xgboost_names(booster: xgboost.Boos
     np.testing.assert_array_equal(forest.leaf_values(rows), np.array(values, dtype=np.float32))
 
 
-def test_support_is_the_mean_log_of_the_training_rows_in_the_leaves(
-    booster: xgboost.Booster, forest: FlatForest
-) -> None:
-    rows = np.random.default_rng(5).normal(size=(30, FEATURES)).astype(np.float32)
-    leaves = booster.predict(xgboost.DMatrix(rows), pred_leaf=True).astype(int)
-    trees = json.loads(bytes(booster.save_raw("json")))["learner"]["gradient_booster"]["model"]["trees"]
-    covers = [[trees[t]["sum_hessian"][leaf] for t, leaf in enumerate(row)] for row in leaves]
-    np.testing.assert_allclose(forest.leaf_support(rows), np.log(covers).mean(axis=1), rtol=1e-6)
-
-
 def test_every_training_row_counts_once_in_each_tree(forest: FlatForest) -> None:
     assert set(forest.node_cover[forest.nodes.roots].tolist()) == {400.0}
 
@@ -109,10 +99,10 @@ def test_covers_beyond_float16_saturate(booster: xgboost.Booster) -> None:
         tree["sum_hessian"] = [1e9 if number % 2 else 0.0 for number in range(len(tree["sum_hessian"]))]
     forest = flatten_xgboost(json.dumps(model).encode())
     forest.check(feature_count=FEATURES)
-    assert np.isfinite(forest.leaf_support(np.zeros((1, FEATURES)))).all()
+    assert np.isfinite(forest.node_cover).all()
 
 
-def test_covers_can_be_left_out_and_then_support_is_refused(booster: xgboost.Booster, forest: FlatForest) -> None:
+def test_covers_can_be_left_out_and_are_then_refused(booster: xgboost.Booster, forest: FlatForest) -> None:
     bare = flatten_xgboost(bytes(booster.save_raw("json")), keep_cover=False)
     rows = np.zeros((2, FEATURES))
     data = forests_to_bytes({"a": bare})
@@ -120,19 +110,18 @@ def test_covers_can_be_left_out_and_then_support_is_refused(booster: xgboost.Boo
     loaded = forests_from_bytes(data, feature_counts={"a": FEATURES})["a"]
     np.testing.assert_array_equal(loaded.predict(rows), forest.predict(rows))
     with pytest.raises(InputError, match="carry no covers"):
-        loaded.leaf_support(rows)
+        _ = loaded.node_cover
 
 
 def test_no_rows_give_no_answers(forest: FlatForest) -> None:
     none = np.empty((0, FEATURES))
     assert forest.predict(none).shape == (0,)
     assert forest.leaf_values(none).shape == (0, 40)
-    assert forest.leaf_support(none).shape == (0,)
 
 
 @pytest.mark.parametrize("shape", [(FEATURES,), (2, FEATURES - 1), (2, 2, FEATURES), ()])
 def test_rows_of_another_shape_are_refused(forest: FlatForest, shape: tuple[int, ...]) -> None:
-    for ask in (forest.predict, forest.leaf_values, forest.leaf_support):
+    for ask in (forest.predict, forest.leaf_values):
         with pytest.raises(InputError, match="rows do not fit the trees"):
             ask(np.zeros(shape))
 

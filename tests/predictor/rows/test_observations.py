@@ -21,6 +21,7 @@ from precision_time.predictor.rows.observations import (
 from precision_time.predictor.rows.public_table import load_public_table
 from precision_time.predictor.setup.hardware import find_hardware
 from precision_time.predictor.setup.implementation import Implementation
+from precision_time.predictor.setup.parallelism import parse_parallelism
 from precision_time.predictor.workloads.cards import Card, find_card
 from precision_time.predictor.workloads.workload import WorkloadFeatures, describe_entry, find_workload
 from precision_time.predictor.workloads.zoo import ZooEntry, find_entry
@@ -291,3 +292,13 @@ def test_compressed_gradients_take_less_time_on_the_wire_and_the_policy_keeps_it
     assert other.setup.precision.name == one.setup.precision.name == "fp32"
     assert other.setup.precision.communicate == "bf16"
     assert other.closed.communication_time_s < one.closed.communication_time_s
+
+
+@pytest.mark.parametrize(("strategy", "sharding"), [("ddp", "none"), ("fsdp", "parameters"), ("zero1", "optimizer")])
+def test_a_measured_row_is_solved_with_its_own_strategy(measure, strategy: str, sharding: str) -> None:
+    (*_, measured) = measure(models=("bert_base",), gpu="A100-SXM4-80GB", world_sizes=(4,))
+    (observation,) = observe([dataclasses.replace(measured, strategy=strategy)])
+    assert observation.setup.layout == parse_parallelism(strategy, world_size=4)
+    assert observation.setup.layout.sharding == sharding
+    plain = observe([measured])[0]
+    assert (observation.closed.communication_time_s != plain.closed.communication_time_s) == (strategy != "ddp")

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from precision_time.predictor.rows.observations import Observation
-from precision_time.predictor.scoring.calibration_curve import CalibrationCurve, format_curves, measure_calibration
-from precision_time.predictor.scoring.calibration_plot import plot_calibration
+from precision_time.predictor.scoring.calibration_curve import (
+    CalibrationCurve,
+    format_curves,
+    measure_calibration,
+    plot_calibration,
+)
 from precision_time.predictor.scoring.cross_validation import CrossValidation
 from precision_time.storage.errors import InputError
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from precision_time.predictor.answering.answers import Answers, answer_queries
 from precision_time.predictor.closed_form.fit_links import evaluate_collectives
+from precision_time.predictor.learning.blending import CLOSED_FORM_ONLY, Blend
+from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.observations import observe_table
 from precision_time.predictor.rows.public_table import load_public_table, shipped_collectives, shipped_measurements
@@ -201,7 +203,8 @@ def test_what_the_artifact_says_is_what_is_scored(tmp_path: Path, monkeypatch: p
         )
         return dataclasses.replace(
             answers, parts=parts, low_s=np.array([0.9, 1.9, 3.4]), high_s=np.array([1.1, 2.1, 3.6]), level=level,
-            regimes=("known", "new gpu", "known"), by_artifact=np.array([True, False, True]),
+            regimes=tuple(REGIMES[name] for name in ("known", "new gpu", "known")),
+            blends=(Blend(1.0, 1.0), CLOSED_FORM_ONLY, Blend(1.0, 1.0)),
         )  # fmt: skip
 
     monkeypatch.setattr(evaluation, "answer_queries", answer)

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from precision_time.predictor.learning.splits import SPLITS
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.predictor.scoring.cross_validation import METHODS, CrossValidation, cross_validate_all
-from precision_time.predictor.scoring.scoreboard import GOALS, format_cross_validation, worst_groups
+from precision_time.predictor.scoring.scoreboard import format_cross_validation, worst_groups
 from precision_time.storage.errors import InputError
 
 
@@ -60,10 +59,6 @@ def test_every_line_of_a_real_run_is_as_long_as_the_others(rows) -> None:
     assert len(lines) == 2 + 3  # with the speed-up
     assert len(cells(text, "leave model out")) == 5 + 1 + len(METHODS) - 1
     assert cells(text, "speed-up over fp32 or tf32")[2] == "- / 7.0"
-
-
-def test_goals_are_of_splits_that_exist() -> None:
-    assert set(GOALS) == (set(SPLITS) - {"precision-transfer"}) | {"speed-up"}
 
 
 def test_the_worst_groups_come_first_with_their_bias(rows) -> None:

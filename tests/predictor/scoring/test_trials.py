@@ -10,8 +10,9 @@ from precision_time.predictor.learning.splits import Fold
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.observations import observe
 from precision_time.predictor.scoring import trials
+from precision_time.predictor.scoring.ablations import ABLATIONS
 from precision_time.predictor.scoring.cross_validation import cross_validate, cross_validate_all
-from precision_time.predictor.scoring.trials import LEARNERS, Trial, run_trials
+from precision_time.predictor.scoring.trials import Trial, run_trials
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.storage.errors import InputError
 
@@ -82,21 +83,19 @@ def test_a_row_that_cannot_be_described_as_fp32_stays_as_it_is(measure, monkeypa
     assert np.isfinite(result.predicted_s["precision_blind"]).all()
 
 
-@pytest.mark.parametrize("method", ["no_closed_form", "stages"])
-def test_an_ablation_is_a_variant_of_the_same_fit(measure, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize("method", ABLATIONS)
+def test_an_ablation_is_another_class_of_the_same_fit(measure, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     rows = observe(measure())
-    fit = HierarchicalPredictor.fit
-    asked: list[dict[str, object]] = []
+    fit, fitted = HierarchicalPredictor.fit.__func__, []
 
-    def spy(observations, *, seed=0, **options):
-        asked.append(options)
-        return fit(observations, seed=seed)
+    def spy(kind, observations, *, seed=0):
+        fitted.append(kind)
+        return fit(kind, observations, seed=seed)
 
-    monkeypatch.setattr(HierarchicalPredictor, "fit", spy)
+    monkeypatch.setattr(HierarchicalPredictor, "fit", classmethod(spy))
     result = cross_validate(rows, split="leave-model-out", methods=("predictor", method))
     assert set(result.predicted_s) == {"predictor", method}
-    assert asked == [{}, {"variant": method}] * 3
-    assert LEARNERS[method].options == {"variant": method}
+    assert fitted == [HierarchicalPredictor, ABLATIONS[method]] * 3
 
 
 def test_regimes_are_seen_from_the_rows_that_taught(measure) -> None:

@@ -173,7 +173,7 @@ def test_a_difference_of_nothing_is_told_as_one() -> None:
     ("gpu", "model", "precision", "cause"),
     [
         ("GTX1080Ti-11GB", "vgg16", "amp_fp16", "computes fp16 products no faster than fp32 ones"),
-        ("cpu", "mlp", "amp_bf16", "costs more than they save"),
+        ("cpu", "mlp", "amp_bf16", "cost more than the products save"),
     ],
 )
 def test_a_loss_that_launches_do_not_cause_names_its_own_cause(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from precision_time.predictor.answering.artifact import StandingArtifact
 from precision_time.predictor.answering.calibration import load_calibration
 from precision_time.predictor.closed_form.solve import solve_closed_form
 from precision_time.predictor.setup.hardware import HardwareSpec
@@ -45,8 +46,12 @@ SLOWER = {"fp32": 1.5, "bf16": 1.8, "amp_bf16": 2.0, "amp_fp16": 1.7}
 @pytest.fixture(autouse=True)
 def _nothing_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """The closed forms answer."""
-    monkeypatch.setattr("precision_time.tasks.probing.probe_model.standing_artifact", lambda: (None, ""))
-    monkeypatch.setattr("precision_time.predictor.answering.calibration.standing_artifact", lambda: (None, ""))
+    monkeypatch.setattr(
+        "precision_time.tasks.probing.probe_model.standing_artifact", lambda: StandingArtifact(None, "")
+    )
+    monkeypatch.setattr(
+        "precision_time.predictor.answering.calibration.standing_artifact", lambda: StandingArtifact(None, "")
+    )
 
 
 def true_s(precision: str, batch: int) -> float:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.learning.splits import SPLITS
 from precision_time.predictor.rows.observations import observe
 from precision_time.predictor.scoring.metrics import score
@@ -10,7 +11,6 @@ from precision_time.tasks.publishing.gate import GateDecision
 from precision_time.tasks.publishing.report import write_report
 from precision_time.tasks.publishing.train import Snapshot
 from precision_time.tasks.publishing.validate import (
-    CALIBRATED_ON,
     chance_of_coverage,
     coverage_holds,
     validate_predictor,
@@ -103,8 +103,8 @@ def test_an_interval_that_does_not_hold_on_its_split_is_not_given_out(snapshot, 
     radii = validate_predictor(snapshot, level=0.9, seed=0)
     held = {split for split, methods in radii.accuracy.items() if (methods["predictor"]["coverage"] or 0) > 0.999}
     asked = {
-        regime: next((split for split in splits if split in radii.cross_validations), "")
-        for regime, splits in CALIBRATED_ON.items()
+        name: next((split for split in regime.interval_splits if split in radii.cross_validations), "")
+        for name, regime in REGIMES.items()
     }
     assert set(radii.radii) == {regime for regime, split in asked.items() if split in held}
     assert len(radii.radii) < len([split for split in asked.values() if split])
