@@ -9,8 +9,8 @@ from precision_time.flows.campaigns.measuring import Choose
 from precision_time.flows.campaigns.terminal import say
 from precision_time.flows.planning.order import axes_of, cover_cells
 from precision_time.flows.planning.plan import CampaignPlan, CellEstimate, PlannedCell
+from precision_time.predictor.learning.folds import split_by_group
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
-from precision_time.predictor.learning.splits import split_by_group
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.predictor.setup.hardware import HardwareSpec

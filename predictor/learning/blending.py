@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precision_time.predictor.learning.boosting import boost, choose_parameters
+from precision_time.predictor.learning.folds import split_by_group
 from precision_time.predictor.learning.regimes import (
     REGIMES,
     AlwaysTrees,
@@ -15,7 +16,6 @@ from precision_time.predictor.learning.regimes import (
     LeaveLargeWorldsOut,
     SmallestOf,
 )
-from precision_time.predictor.learning.splits import split_by_group
 from precision_time.predictor.learning.trees import flatten_xgboost
 from precision_time.predictor.rows.features import SETUP_FEATURES, feature_matrix
 from precision_time.predictor.rows.observations import Observation, weigh_rows

@@ -8,7 +8,7 @@ from importlib import resources
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.predictor.learning.splits import split_by_group
+from precision_time.predictor.learning.folds import split_by_group
 from precision_time.predictor.learning.trees import flatten_xgboost
 
 __all__ = ["FEWEST_FOR_MANY", "STACK_FOLDS", "boost", "boost_out_of_fold", "choose_parameters"]

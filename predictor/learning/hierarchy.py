@@ -112,7 +112,7 @@ class HierarchicalPredictor:
     """
 
     #: what the total stage learns: the ratio to the closed form, from all columns, with a learned blend; studies in
-    #: ``scoring.ablations`` change these
+    #: ``scoring.trials`` change these
     total_features: ClassVar[tuple[str, ...]] = STAGE_FEATURES["total"]
     total_is_ratio: ClassVar[bool] = True
     has_total: ClassVar[bool] = True

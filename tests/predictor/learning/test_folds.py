@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from precision_time.predictor.learning.splits import split_by_group
+from precision_time.predictor.learning.folds import split_by_group
 from precision_time.storage.errors import InputError
 
 

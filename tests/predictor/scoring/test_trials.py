@@ -10,9 +10,8 @@ from precision_time.predictor.learning.splits import Fold
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.observations import observe
 from precision_time.predictor.scoring import trials
-from precision_time.predictor.scoring.ablations import ABLATIONS
 from precision_time.predictor.scoring.cross_validation import cross_validate, cross_validate_all
-from precision_time.predictor.scoring.trials import Trial, run_trials
+from precision_time.predictor.scoring.trials import ABLATIONS, Trial, run_trials
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.storage.errors import InputError
 
