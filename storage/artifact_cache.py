@@ -15,9 +15,10 @@ from pathlib import Path
 from precision_time.storage.configuration import cache_folder
 from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_json
 from precision_time.storage.errors import PrecisionTimeError, UnreachableError
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
 from precision_time.storage.manifests import MANIFEST, ArtifactManifest, unpack_manifest
 from precision_time.storage.registry import Registry
+from precision_time.storage.store import Store
 
 __all__ = ["ANSWER_TIMEOUT_S", "FetchedArtifact", "fetch_artifact"]
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 
 from precision_time.storage.errors import NotFoundError, PrecisionTimeError, StorageError, VersionExistsError
-from precision_time.storage.filesystem import Store
+from precision_time.storage.store import Store
 
 __all__ = ["hold_exclusively"]
 

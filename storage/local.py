@@ -16,7 +16,7 @@ from precision_time.storage.errors import (
     StorageError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, check_path, check_size, is_hidden, storage_error
+from precision_time.storage.store import Store, check_path, check_size, is_hidden, storage_error
 
 __all__ = ["LocalStore"]
 

@@ -17,13 +17,7 @@ from precision_time.storage.errors import (
     UnreachableError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import (
-    Store,
-    check_path,
-    check_size,
-    is_hidden,
-    storage_error,
-)
+from precision_time.storage.store import Store, check_path, check_size, is_hidden, storage_error
 
 __all__ = ["RemoteStore", "check_endpoint"]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precision_time.storage.errors import InputError, IntegrityError
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
 from precision_time.storage.seal import check_seal
+from precision_time.storage.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,7 +15,8 @@ from precision_time.storage.errors import (
     StorageError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
+from precision_time.storage.store import Store
 
 
 @pytest.fixture

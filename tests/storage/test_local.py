@@ -16,8 +16,9 @@ from precision_time.storage.errors import (
     StorageReadOnlyError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
 from precision_time.storage.local import LocalStore
+from precision_time.storage.store import Store
 
 
 @pytest.fixture

@@ -18,10 +18,11 @@ from precision_time.storage.errors import (
     StorageFullError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
 from precision_time.storage.local import LocalStore
 from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
 from precision_time.storage.registry import Registry
+from precision_time.storage.store import Store
 
 Publish = Callable[..., ArtifactManifest]
 
