@@ -14,16 +14,15 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from precision_time.casgd.arrays import library_of
-from precision_time.casgd.comm import check_agreement, find_communicator
-from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.communicator import Communicator, check_agreement
 from precision_time.casgd.errors import NotConvergedWarning, PrecisionWarning
 from precision_time.casgd.guard import Verdict
 from precision_time.casgd.guarded_training import GuardSettings, choose_precision, train_guarded
+from precision_time.casgd.mpi import find_communicator
 from precision_time.casgd.objectives import Objective
 from precision_time.casgd.precision import PrecisionPolicy
-from precision_time.casgd.problem import PARTS, Options, Problem, Solution
+from precision_time.casgd.problem import PARTS, Options, Problem, Solution, Start
 from precision_time.casgd.training import (
-    Start,
     best_constant,
     choose_s,
     expected_smoothness,

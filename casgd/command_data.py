@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.comm import find_communicator
 from precision_time.casgd.communicator import Communicator, DelayedCommunicator
 from precision_time.casgd.datasets import (
     BUILTIN,
@@ -19,6 +18,7 @@ from precision_time.casgd.datasets import (
     synth,
 )
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.mpi import find_communicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.problem import Problem
 from precision_time.casgd.training import place_features

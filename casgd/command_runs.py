@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from precision_time.casgd.comm import explain_staging
 from precision_time.casgd.command_data import CommandData
 from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import InputError, NotConvergedWarning
 from precision_time.casgd.excess import to_host
+from precision_time.casgd.mpi import explain_staging
 from precision_time.casgd.precision import find_policy
-from precision_time.casgd.problem import PARTS, Options, Problem, Solution
+from precision_time.casgd.problem import PARTS, Options, Problem, Solution, Start
 from precision_time.casgd.training import (
-    Start,
     best_constant,
     expected_smoothness,
     make_schedule,

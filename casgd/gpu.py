@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from precision_time.casgd.arrays import import_cupy, library_of
-from precision_time.casgd.comm import Pending, drain
-from precision_time.casgd.communicator import Done
+from precision_time.casgd.communicator import Done, Pending
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.kernels import (
     WARP,
@@ -27,10 +26,11 @@ from precision_time.casgd.kernels import (
     store_rounded,
     stored_type,
 )
+from precision_time.casgd.nccl import drain
 from precision_time.casgd.problem import PARTS, Options, Problem, Solution
-from precision_time.casgd.sgd import Epoch, Run
+from precision_time.casgd.run import Epoch, Run
 
-__all__ = ["LAUNCHES", "DeviceRun", "run_ca_sgd", "run_sgd"]
+__all__ = ["LAUNCHES", "DeviceRun"]
 
 #: What is started on the device in an outer step, in this order; with one block the first two are left out.
 LAUNCHES = ("gather_rows", "gemm", "margins", "all_reduce", "recurrence", "increment")
@@ -68,26 +68,19 @@ class DeviceRun(Run):
     packed and summed by a kernel and a sum of its own.
     """
 
-    def __init__(self, problem: Problem, options: Options, *, weights: Any = None, **given: Any) -> None:
+    def __init__(self, problem: Problem, options: Options, **more: Any) -> None:
         self.cupy = import_cupy()
         # The host's part has no columns: it draws batches, checks agreement and judges losses.
-        hosted = Problem(
-            features=np.empty((problem.rows, 0), dtype=np.float32),
-            targets=problem.targets,
-            objective=problem.objective,
-            l2=problem.l2,
-            sample_weight=problem.sample_weight,
-            fit_intercept=problem.fit_intercept,
-        )
+        hosted = dataclasses.replace(problem, features=np.empty((problem.rows, 0), dtype=np.float32))
         self.columns = problem.columns
         self.stride = max(1, -(-problem.columns // _ALIGNMENT)) * _ALIGNMENT
-        super().__init__(hosted, options, weights=weights, owned=problem.features, **given)
+        super().__init__(hosted, options, owned=problem.features, **more)
         self.state = self.cupy.asarray(np.array([self.intercept, 1.0, 0.0]))
         self.launched: list[str] = []
         self._timed: list[tuple[str, Any]] | None = None
         self._marks: list[list[tuple[str, Any]]] = []
 
-    def _start(self, weights: Any) -> np.ndarray:
+    def _place_weights(self, weights: Any) -> np.ndarray:
         """Fill the device; `Run` calls it where one rank's failure is told to all, so none waits for a rank that left.
 
         The host's part of the weights is empty.
@@ -106,25 +99,25 @@ class DeviceRun(Run):
         self.kernels = load_kernels(compile_options(policy), device)
         try:
             self.device_features = store_rounded(features, kernels=self.kernels, policy=policy, stride=self.stride)
-            self.device_weights = self._start_on_device(weights)
+            self.device_weights = self._place_on_device(weights)
         except MemoryError as error:  # CuPy's own is one
             raise InputError(
                 "the features do not fit on the GPU", got=error, fix="more ranks, or a policy that stores less"
             ) from error
         return np.empty(0)
 
-    def _start_on_device(self, weights: Any) -> Any:
-        start = self.cupy.zeros(self.stride, dtype=self.real)
+    def _place_on_device(self, weights: Any) -> Any:
+        placed = self.cupy.zeros(self.stride, dtype=self.real)
         if weights is not None:
-            given = self.cupy.asarray(weights, dtype=self.real)
-            if given.shape != (self.columns,):
-                raise InputError("initial weights", got=f"shape {given.shape}", expected=f"({self.columns},)")
-            start[: self.columns] = given
-        return start
+            first = self.cupy.asarray(weights, dtype=self.real)
+            if first.shape != (self.columns,):
+                raise InputError("initial weights", got=f"shape {first.shape}", expected=f"({self.columns},)")
+            placed[: self.columns] = first
+        return placed
 
-    def pass_over(self, epoch: Epoch, s: int) -> None:
+    def pass_over(self, epoch: Epoch) -> None:
         """One epoch in outer steps of s batches."""
-        cupy, b = self.cupy, self.batch_size
+        cupy, b, s = self.cupy, self.batch_size, self.options.s
         block = min(s * b, self.m)
         self._prepare(block, with_gram=s > 1 and self.m > b)
         rows = np.arange(self.m, dtype=np.int32) if epoch.rows is None else epoch.rows.astype(np.int32)
@@ -341,59 +334,3 @@ class DeviceRun(Run):
     def finish(self) -> Solution:
         self.weights = self.device_weights[: self.columns].get()
         return super().finish()
-
-
-def run_ca_sgd(
-    problem: Problem,
-    options: Options,
-    *,
-    comm: Any = None,
-    weights: Any = None,
-    intercept: float = 0.0,
-    first_step: int = 0,
-    first_epoch: int = 0,
-) -> Solution:
-    """CA-SGD on features that are a dense CuPy array; see :func:`precision_time.casgd.ca_sgd.run_ca_sgd`.
-
-    The solution's weights are on the host. ``seconds`` are wall seconds of the epochs, divided among the parts as
-    events of some outer steps tell. ``options.prefetch`` needs a second copy of a block and of its packed buffer, and
-    two launches more, a packing and a sum, in an outer step.
-
-    Raises:
-        InputError: features that are sparse or out of range, s b above `largest_block_rows`, a policy that this back
-            end cannot do, ranks that disagree, or iterates that diverge.
-    """
-    run = DeviceRun(
-        problem,
-        options,
-        comm=comm,
-        weights=weights,
-        intercept=intercept,
-        first_step=first_step,
-        first_epoch=first_epoch,
-    )
-    for epoch in run.epochs():
-        run.pass_over(epoch, options.s)
-    return run.finish()
-
-
-def run_sgd(
-    problem: Problem,
-    options: Options,
-    *,
-    comm: Any = None,
-    weights: Any = None,
-    intercept: float = 0.0,
-    first_step: int = 0,
-    first_epoch: int = 0,
-) -> Solution:
-    """Plain SGD on a dense CuPy array: three kernels and one AllReduce a step, without a gathered copy of the rows."""
-    return run_ca_sgd(
-        problem,
-        dataclasses.replace(options, s=1),
-        comm=comm,
-        weights=weights,
-        intercept=intercept,
-        first_step=first_step,
-        first_epoch=first_epoch,
-    )

@@ -10,9 +10,11 @@ import numpy as np
 from precision_time.casgd.arrays import import_cupy, library_of
 from precision_time.casgd.batch_fit import BatchFit, fit_batch, margin_fit
 from precision_time.casgd.bounds import check_accumulators
-from precision_time.casgd.comm import Communicator, drain, find_communicator
+from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.excess import U_RMS, margin_errors, to_host
+from precision_time.casgd.mpi import find_communicator
+from precision_time.casgd.nccl import drain
 from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, PrecisionPolicy
 from precision_time.casgd.problem import Options, Problem
 

@@ -10,8 +10,8 @@ from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.guard import Verdict, choose_policy
 from precision_time.casgd.precision import ROUNDOFF, PrecisionPolicy, find_policy
-from precision_time.casgd.problem import Options, Problem, Solution
-from precision_time.casgd.training import Start, train
+from precision_time.casgd.problem import Options, Problem, Solution, Start
+from precision_time.casgd.training import train
 from precision_time.casgd.validation import agree
 
 __all__ = ["GuardSettings", "Guarded", "choose_precision", "train_guarded"]

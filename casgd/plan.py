@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from precision_time.casgd.comm import OneProcess, check_agreement, find_communicator
+from precision_time.casgd.communicator import OneProcess, check_agreement
 from precision_time.casgd.costs import Costs, Sample, fit_costs
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.guard import choose_policy
+from precision_time.casgd.mpi import find_communicator
 from precision_time.casgd.precision import PrecisionPolicy
 from precision_time.casgd.probes import Probes
 from precision_time.casgd.problem import Options, Problem

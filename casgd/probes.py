@@ -13,8 +13,7 @@ import numpy as np
 from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.costs import Sample
-from precision_time.casgd.problem import PARTS, Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import PARTS, Options, Problem, Schedule
 
 __all__ = ["MOST_PROBES", "Probes"]
 

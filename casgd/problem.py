@@ -1,4 +1,4 @@
-"""What is solved, how, and what came out: the three values that the solvers take and give."""
+"""The values that the solver takes and gives: problem, options with their step sizes, start, and solution."""
 
 import math
 from collections.abc import Mapping
@@ -10,12 +10,13 @@ import numpy as np
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.objectives import Objective
 from precision_time.casgd.precision import PrecisionPolicy, find_policy
-from precision_time.casgd.schedules import Schedule
 
-__all__ = ["PARTS", "Options", "Problem", "Solution", "batch_order"]
+__all__ = ["PARTS", "Options", "Problem", "Schedule", "Solution", "Start", "batch_order"]
 
-# The parts of a step whose seconds a Solution tells apart.
+#: The parts of a step; a Solution has the seconds of each.
 PARTS = ("gather", "gram", "communicate", "recurrence", "update")
+
+_SCHEDULES = ("constant", "invscaling", "optimal")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +77,57 @@ class Problem:
         return int(self.features.shape[1])
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """eta_t for t = 1, 2, ...; a step is one batch (in scikit-learn one sample).
+
+    ========== ================================
+    kind        eta_t
+    ========== ================================
+    constant    eta0
+    invscaling  eta0 / t^power_t
+    optimal     1 / (alpha (t0 + t - 1))
+    ========== ================================
+
+    ``t0=None`` is 1 / (alpha eta0): the first step is then eta0. scikit-learn chooses t0 by a heuristic of Bottou
+    instead (first step 1/sqrt(sqrt(alpha)) at most), and ignores eta0.
+
+    Raises:
+        InputError: an unknown kind, or a number out of range.
+    """
+
+    kind: str = "constant"
+    eta0: float = 0.01
+    power_t: float = 0.5
+    alpha: float = 1e-4
+    t0: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _SCHEDULES:
+            raise InputError("unknown schedule", got=repr(self.kind), expected=", ".join(_SCHEDULES))
+        if not (math.isfinite(self.eta0) and self.eta0 > 0):
+            raise InputError("eta0 of a schedule", got=self.eta0, expected="a finite number above 0")
+        if not math.isfinite(self.power_t):
+            raise InputError("power_t of a schedule", got=self.power_t, expected="a finite number")
+        if self.kind == "optimal":
+            if not (math.isfinite(self.alpha) and self.alpha > 0):
+                raise InputError("alpha of schedule 'optimal'", got=self.alpha, expected="a finite number above 0")
+            if self.t0 is not None and not (math.isfinite(self.t0) and self.t0 > 0):
+                raise InputError("t0 of schedule 'optimal'", got=self.t0, expected="a finite number above 0")
+
+    def rates(self, t_first: int, count: int) -> np.ndarray:
+        """eta_t for t = t_first .. t_first + count - 1, float64 of shape (count,); t counts from 1."""
+        if t_first < 1:
+            raise InputError("first step of a schedule", got=t_first, expected="at least 1")
+        if self.kind == "constant":
+            return np.full(count, self.eta0)
+        t = np.arange(t_first, t_first + count, dtype=np.float64)
+        if self.kind == "invscaling":
+            return np.asarray(self.eta0 / t**self.power_t)
+        start = 1 / (self.alpha * self.eta0) if self.t0 is None else self.t0
+        return np.asarray(1 / (self.alpha * (start + t - 1)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How to solve.
@@ -123,6 +175,16 @@ class Options:
         if self.tol is not None and math.isnan(self.tol):
             raise InputError("tol", got=self.tol, expected="a number, or None")
         object.__setattr__(self, "policy", find_policy(self.policy))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts: weights of this rank's columns (None is zero), intercept, steps and epochs already done."""
+
+    weights: np.ndarray | None = None
+    intercept: float = 0.0
+    steps: int = 0
+    epochs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

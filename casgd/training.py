@@ -1,26 +1,23 @@
 """From data and a few numbers to a trained model: the start, the step sizes, s, and the run."""
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from precision_time.casgd.arrays import import_cupy, library_of, move_to_gpu
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import NcclCommunicator, drain
-from precision_time.casgd.communicator import Communicator, OneProcess
+from precision_time.casgd.communicator import Communicator, OneProcess, without_delay
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.nccl import NcclCommunicator, drain
 from precision_time.casgd.objectives import Objective
-from precision_time.casgd.problem import Options, Problem, Solution
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule, Solution, Start
 
 if TYPE_CHECKING:
     from precision_time.casgd.plan import Plan
 
 __all__ = [
     "DECAY_EPOCHS",
-    "Start",
     "best_constant",
     "choose_s",
     "expected_smoothness",
@@ -104,7 +101,7 @@ def expected_smoothness(problem: Problem, *, batch_size: int, comm: Communicator
 
 def sum_over_ranks(buffer: np.ndarray, *, comm: Communicator) -> None:
     """Replace ``buffer``, a host array, by its sum over the ranks; by way of the GPU where NCCL joins them."""
-    if not isinstance(getattr(comm, "inner", comm), NcclCommunicator):
+    if not isinstance(without_delay(comm), NcclCommunicator):
         comm.sum(buffer)
         return
     on_device = import_cupy().asarray(buffer)
@@ -198,16 +195,6 @@ def choose_s(problem: Problem, options: Options, *, s: int | str, comm: Communic
     return made.s, made
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Where a run starts: weights of this rank's columns (None is zero), intercept, steps and epochs already done."""
-
-    weights: np.ndarray | None = None
-    intercept: float = 0.0
-    steps: int = 0
-    epochs: int = 0
-
-
 def train(problem: Problem, options: Options, *, comm: Communicator, start: Start) -> Solution:
     """One run of the solver from ``start``, whose result is finite.
 
@@ -218,10 +205,7 @@ def train(problem: Problem, options: Options, *, comm: Communicator, start: Star
         problem,
         options,
         comm=comm,
-        weights=start.weights,
-        intercept=start.intercept,
-        first_step=start.steps,
-        first_epoch=start.epochs,
+        start=start,
     )
     finite = bool(np.isfinite(_to_host(solution.weights)).all()) and math.isfinite(solution.intercept)
     if not all(comm.gather(finite)):

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import Communicator, MpiCommunicator, OneProcess
+from precision_time.casgd.communicator import Communicator, OneProcess
 from precision_time.casgd.errors import CommunicationError
+from precision_time.casgd.mpi import MpiCommunicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.precision import find_policy
-from precision_time.casgd.problem import Options, Problem, Solution
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule, Solution
 from precision_time.storage.schema import IterationTiming
 from precision_time.storage.timings import write_fragment
 from precision_time.tasks.casgd_cells.cells import REPEAT_S, GlmCell, glm_environment, phases_of

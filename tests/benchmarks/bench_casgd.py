@@ -17,9 +17,7 @@ from sklearn.linear_model import LogisticRegression, SGDClassifier
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.objectives import LOGISTIC
-from precision_time.casgd.problem import Options, Problem, batch_order
-from precision_time.casgd.schedules import Schedule
-from precision_time.casgd.sgd import run_sgd
+from precision_time.casgd.problem import Options, Problem, Schedule, batch_order
 
 L2 = 1e-4
 SHAPES = ((100_000, 28), (10_000, 2000))
@@ -97,7 +95,7 @@ def compare_fits(x: np.ndarray, y: np.ndarray, *, repeats: int) -> list[dict[str
     schedule = Schedule("optimal", 4 * eta0, alpha=1 / (4 * eta0 * steps))
 
     def ours(policy: str) -> tuple[np.ndarray, float]:
-        found = run_sgd(problem, Options(batch_size=32, epochs=5, schedule=schedule, policy=policy))
+        found = run_ca_sgd(problem, Options(batch_size=32, epochs=5, schedule=schedule, policy=policy))
         return found.weights, found.intercept
 
     def theirs(model: Any) -> tuple[np.ndarray, float]:

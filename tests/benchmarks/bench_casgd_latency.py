@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import DelayedCommunicator, MpiCommunicator, OneProcess
+from precision_time.casgd.communicator import DelayedCommunicator, OneProcess
+from precision_time.casgd.mpi import MpiCommunicator
 from precision_time.casgd.objectives import LOGISTIC
 from precision_time.casgd.plan import plan
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
-from precision_time.casgd.sgd import run_sgd
+from precision_time.casgd.problem import Options, Problem, Schedule
 from precision_time.casgd.training import choose_s
 
 POWERS = tuple(2**k for k in range(6))
@@ -58,7 +57,7 @@ def emulate(delay_us: float, batch_size: int, *, repeats: int = 5) -> dict[str, 
     comm = DelayedCommunicator(OneProcess(), delay_us * 1e-6)
     made = plan(problem, options, comm=comm, largest_s=max(POWERS))
     steps = made.steps_per_epoch
-    sgd_us = min(wall_s(lambda: run_sgd(problem, options, comm=comm)) for _ in range(repeats)) / steps * 1e6
+    sgd_us = min(wall_s(lambda: run_ca_sgd(problem, options, comm=comm)) for _ in range(repeats)) / steps * 1e6
     by_s = {
         s: min(wall_s(lambda s=s: run_ca_sgd(problem, replace(options, s=s), comm=comm)) for _ in range(repeats))
         / steps
@@ -105,7 +104,7 @@ def run_rank(batch_size: int, columns: int, pairs: int) -> None:
     told: dict[str, Any] = {"batch_size": batch_size, "columns": columns, "planned_s": made.s}
     told |= compare(
         lambda: run_ca_sgd(problem, replace(options, s=made.s), comm=comm),
-        lambda: run_sgd(problem, options, comm=comm),
+        lambda: run_ca_sgd(problem, options, comm=comm),
         comm=comm,
         pairs=pairs,
     )
@@ -119,7 +118,7 @@ def run_rank(batch_size: int, columns: int, pairs: int) -> None:
             run_ca_sgd(problem, replace(longer, s=s), comm=comm)
 
         found = compare(
-            auto, lambda longer=longer: run_sgd(problem, longer, comm=comm), comm=comm, pairs=max(5, pairs // 6)
+            auto, lambda longer=longer: run_ca_sgd(problem, longer, comm=comm), comm=comm, pairs=max(5, pairs // 6)
         )
         told["with_planning"].append({"epochs": epochs, "chosen_s": chosen, **found})
     if comm.rank == 0:

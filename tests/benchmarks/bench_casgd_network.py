@@ -139,12 +139,10 @@ def run_ranks(given: argparse.Namespace) -> dict[str, Any]:
 
 def run_rank(given: argparse.Namespace) -> None:
     from precision_time.casgd.ca_sgd import run_ca_sgd
-    from precision_time.casgd.comm import MpiCommunicator
+    from precision_time.casgd.mpi import MpiCommunicator
     from precision_time.casgd.objectives import LOGISTIC
     from precision_time.casgd.plan import plan
-    from precision_time.casgd.problem import Options, Problem
-    from precision_time.casgd.schedules import Schedule
-    from precision_time.casgd.sgd import run_sgd
+    from precision_time.casgd.problem import Options, Problem, Schedule
 
     comm = MpiCommunicator(deadline_s=60.0)
     sums = []
@@ -165,10 +163,8 @@ def run_rank(given: argparse.Namespace) -> None:
     for _ in range(3):
         for name, found in times.items():
             comm.barrier()
-            if name == "sgd":
-                solution = run_sgd(problem, options, comm=comm)
-            else:
-                solution = run_ca_sgd(problem, replace(options, s=int(name)), comm=comm)
+            s = 1 if name == "sgd" else int(name)
+            solution = run_ca_sgd(problem, replace(options, s=s), comm=comm)
             found.append(max(comm.gather(sum(solution.seconds.values()) / solution.steps * 1e6)))
     steps_us = {name: statistics.median(found) for name, found in times.items()}
     best = min((2**k for k in range(6)), key=lambda s: steps_us[str(s)])

@@ -13,8 +13,7 @@ from precision_time.casgd.emulator import emulate_outer_step, isolate_choice, me
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.objectives import OBJECTIVES, Objective
 from precision_time.casgd.precision import CHOICES, POLICIES, ROUNDOFF
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule, Start
 
 FORMATS = ("bf16", "fp16", "fp32")
 
@@ -152,7 +151,7 @@ def test_the_solver_rounds_as_the_emulator_does(objective, name, ranks):
         problem = Problem(
             features=step.rows[:, own], targets=step.targets, objective=step.objective, fit_intercept=False
         )
-        return run_ca_sgd(problem, chosen, comm=comm, weights=step.weights[own]).weights
+        return run_ca_sgd(problem, chosen, comm=comm, start=Start(weights=step.weights[own])).weights
 
     found = np.concatenate(ranks(solve, 2)).astype(np.float64)
     emulated = emulate_outer_step(step, POLICIES[name])

@@ -9,14 +9,13 @@ import scipy.sparse
 from sklearn.datasets import load_breast_cancer, load_digits
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import OneProcess
+from precision_time.casgd.communicator import OneProcess
 from precision_time.casgd.errors import CommunicationError, InputError
 from precision_time.casgd.gram import packed_words
 from precision_time.casgd.objectives import LOGISTIC
 from precision_time.casgd.precision import POLICIES
-from precision_time.casgd.problem import PARTS, Options, Problem, batch_order
-from precision_time.casgd.schedules import Schedule
-from precision_time.casgd.sgd import Run, run_sgd
+from precision_time.casgd.problem import PARTS, Options, Problem, Schedule, Start, batch_order
+from precision_time.casgd.run import Run
 
 SCHEDULES = {
     "constant": Schedule("constant", 0.3),
@@ -39,6 +38,11 @@ def take_columns(problem, columns):
         sample_weight=problem.sample_weight,
         fit_intercept=problem.fit_intercept,
     )
+
+
+def after(solution):
+    """Where the next part of a run starts."""
+    return Start(weights=solution.weights, intercept=solution.intercept, steps=solution.steps, epochs=solution.epochs)
 
 
 def assert_same_iterate(one, other, relative=1e-12):
@@ -97,7 +101,7 @@ def test_float64_iterates_are_those_of_sgd(form, number, size, problem_of, ranks
             problem = take_columns(problem, slice(None))
             object.__setattr__(problem, "features", scipy.sparse.csr_matrix(problem.features * holes))
         chosen = options(s=s, batch_size=b, schedule=SCHEDULES[schedule], order="cyclic" if cyclic else "shuffled")
-        plain = run_sgd(problem, chosen)
+        plain = run_ca_sgd(problem, dataclasses.replace(chosen, s=1))
         if size == 1:
             assert_same_iterate(run_ca_sgd(problem, chosen), plain)
             continue
@@ -238,10 +242,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(s, problem_of):
     second = run_ca_sgd(
         problem,
         options(s=s, epochs=1),
-        weights=first.weights,
-        intercept=first.intercept,
-        first_step=first.steps,
-        first_epoch=first.epochs,
+        start=after(first),
     )
     np.testing.assert_array_equal(second.weights, whole.weights)
     assert first.loss_curve + second.loss_curve == whole.loss_curve
@@ -268,7 +269,7 @@ def test_the_loss_of_an_epoch_is_that_of_the_margins_the_steps_saw(problem_of):
 
 def test_zero_epochs_give_back_the_start(problem_of):
     start = np.arange(23.0)
-    found = run_ca_sgd(problem_of("squared"), options(s=3, epochs=0), weights=start, intercept=0.5)
+    found = run_ca_sgd(problem_of("squared"), options(s=3, epochs=0), start=Start(weights=start, intercept=0.5))
     np.testing.assert_array_equal(found.weights, start)
     assert (found.intercept, found.steps, found.loss_curve, found.reductions) == (0.5, 0, (), 0)
     assert set(found.seconds) == set(PARTS)
@@ -375,10 +376,7 @@ def test_losses_of_an_earlier_part_count_for_the_end_of_training(problem_of):
     rest = run_ca_sgd(
         problem,
         options(epochs=50, earlier_losses=first.loss_curve, **shared),
-        weights=first.weights,
-        intercept=first.intercept,
-        first_step=first.steps,
-        first_epoch=first.epochs,
+        start=after(first),
     )
     assert not first.converged
     assert (rest.epochs, rest.converged) == (1, True)
@@ -439,7 +437,7 @@ def excess(problem, policy, *, s, batch_size, epochs):
     steps = -(-problem.rows // batch_size)
     schedule = Schedule("optimal", eta0, alpha=1 / (eta0 * steps))  # half of eta0 after one epoch
     shared = {"batch_size": batch_size, "epochs": epochs, "schedule": schedule}
-    exact = run_sgd(problem, Options(policy="fp32", **shared))
+    exact = run_ca_sgd(problem, Options(policy="fp32", **shared))
     found = run_ca_sgd(problem, Options(s=s, policy=policy, **shared))
     return full_loss(problem, found) / full_loss(problem, exact) - 1
 

@@ -10,18 +10,10 @@ import pytest
 
 from precision_time.casgd import arrays
 from precision_time.casgd.arrays import choose_gpu, move_to_gpu
-from precision_time.casgd.comm import (
-    Communicator,
-    DelayedCommunicator,
-    MpiCommunicator,
-    NcclCommunicator,
-    OneProcess,
-    check_agreement,
-    drain,
-    find_communicator,
-)
+from precision_time.casgd.communicator import Communicator, DelayedCommunicator, OneProcess, check_agreement
 from precision_time.casgd.errors import CommunicationError, InputError
-from precision_time.casgd.mpi_probe import probe
+from precision_time.casgd.mpi import MpiCommunicator, find_communicator, probe_gpu_awareness
+from precision_time.casgd.nccl import NcclCommunicator, drain
 
 _spec = importlib.util.spec_from_file_location("stand_in_cupy", Path(__file__).with_name("stand_in_cupy.py"))
 stand_in = importlib.util.module_from_spec(_spec)
@@ -305,13 +297,13 @@ def test_many_ranks_that_differ_are_counted_not_listed():
     ],
 )
 def test_a_probe_that_crashes_fails_or_hangs_means_not_gpu_aware(program, reason):
-    found = probe(program, timeout_s=0.5 if "sleep" in program else 30)
+    found = probe_gpu_awareness(program, timeout_s=0.5 if "sleep" in program else 30)
     assert found.aware is False
     assert reason in found.reason
 
 
 def test_a_probe_is_believed_when_it_says_so():
-    found = probe('print(\'noise\'); print(\'{"aware": true, "reason": "it works"}\')')
+    found = probe_gpu_awareness('print(\'noise\'); print(\'{"aware": true, "reason": "it works"}\')')
     assert (found.aware, found.reason) == (True, "it works")
 
 
@@ -323,10 +315,12 @@ import json, os
 seen = [name for name in os.environ if name.startswith(("PMI", "OMPI_COMM"))]
 print(json.dumps({"aware": True, "reason": str(seen)}))
 """
-    assert probe(program).reason == "[]"
+    assert probe_gpu_awareness(program).reason == "[]"
 
 
 def test_importing_the_module_loads_neither_mpi4py_nor_cupy():
-    program = "import sys, precision_time.casgd.comm; print([m for m in ('mpi4py', 'cupy') if m in sys.modules])"
+    program = (
+        "import sys, precision_time.casgd.nccl; print([name for name in ('mpi4py', 'cupy') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

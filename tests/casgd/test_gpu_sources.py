@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import Communicator, NcclCommunicator
+from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import CommunicationError, InputError
+from precision_time.casgd.nccl import NcclCommunicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.precision import POLICIES, round_to
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 
 pytestmark = pytest.mark.compiler
 
@@ -74,9 +74,6 @@ def make_problem(objective: str, *, m: int = 53, n: int = 11, weighted: bool = F
     )
 
 
-START = {"comm": None, "intercept": 0.0, "first_step": 0, "first_epoch": 0}
-
-
 def on_device(problem: Problem) -> Problem:
     return replace(problem, features=Array(problem.features))
 
@@ -91,7 +88,7 @@ def make_options(policy: str, **changed: Any) -> Options:
 def test_kernels_give_the_iterates_of_the_numpy_back_end(gpu, objective, policy, tolerance):
     problem, options = make_problem(objective, l2=1e-2, weighted=True), make_options(policy)
     expected = run_ca_sgd(problem, options)
-    found = gpu.run_ca_sgd(on_device(problem), options)
+    found = run_ca_sgd(on_device(problem), options)
     np.testing.assert_allclose(found.weights, expected.weights, rtol=0, atol=tolerance * np.abs(expected.weights).max())
     assert found.intercept == pytest.approx(expected.intercept, rel=tolerance, abs=tolerance)
     np.testing.assert_allclose(found.loss_curve, expected.loss_curve, rtol=tolerance)
@@ -106,19 +103,17 @@ def test_every_policy_and_shape_of_block(gpu, policy, tolerance, s, batch_size):
     """53 rows leave a shorter last batch and a shorter last block; a margin on a rounding tie may fall either way."""
     problem, options = make_problem("logistic"), make_options(policy, s=s, batch_size=batch_size, order="cyclic")
     expected = run_ca_sgd(problem, options)
-    found = gpu.run_ca_sgd(on_device(problem), options)
+    found = run_ca_sgd(on_device(problem), options)
     np.testing.assert_allclose(found.weights, expected.weights, rtol=0, atol=tolerance * np.abs(expected.weights).max())
 
 
 def test_plain_sgd_is_one_block_and_gathers_nothing(gpu):
     problem, options = make_problem("squared"), make_options("fp64", s=9)
-    run = gpu.DeviceRun(
-        on_device(problem), replace(options, s=1), comm=None, intercept=0.0, first_step=0, first_epoch=0
-    )
-    run.pass_over(next(run.epochs()), 1)
+    run = gpu.DeviceRun(on_device(problem), replace(options, s=1))
+    run.pass_over(next(run.epochs()))
     assert run.launched == ["margins", "recurrence", "increment"]
     np.testing.assert_allclose(
-        gpu.run_sgd(on_device(problem), options).weights, run_ca_sgd(problem, options).weights, rtol=1e-11
+        run_ca_sgd(on_device(problem), replace(options, s=1)).weights, run_ca_sgd(problem, options).weights, rtol=1e-11
     )
 
 
@@ -200,9 +195,9 @@ def test_two_ranks_hold_one_solution_after_one_sum_an_outer_step(gpu):
     ranks = ThreadRanks(2)
 
     def work(rank: int) -> Any:
-        run = gpu.DeviceRun(own_columns(problem, rank), options, **{**START, "comm": ranks.rank(rank)})
+        run = gpu.DeviceRun(own_columns(problem, rank), options, comm=ranks.rank(rank))
         for epoch in run.epochs():
-            run.pass_over(epoch, options.s)
+            run.pass_over(epoch)
         return run.finish(), run.launched
 
     found = run_in_threads(work)
@@ -220,8 +215,8 @@ def test_prefetch_changes_no_bit(gpu, objective, s, batch_size):
     """53 rows: also a last block of one batch, a single block, and a single batch."""
     problem = make_problem(objective, l2=1e-2, weighted=True)
     options = make_options("recipe", s=s, batch_size=batch_size)
-    plain = gpu.run_ca_sgd(on_device(problem), options)
-    ahead = gpu.run_ca_sgd(on_device(problem), replace(options, prefetch=True))
+    plain = run_ca_sgd(on_device(problem), options)
+    ahead = run_ca_sgd(on_device(problem), replace(options, prefetch=True))
     assert (ahead.weights == plain.weights).all()
     assert ahead.loss_curve == plain.loss_curve
     assert ahead.intercept == plain.intercept
@@ -239,7 +234,7 @@ def test_with_prefetch_the_gram_of_the_next_step_is_summed_during_the_recurrence
     monkeypatch.setattr(gpu.DeviceRun, "_launch", tell)
 
     def work(rank: int) -> Any:
-        return gpu.run_ca_sgd(own_columns(problem, rank), options, comm=ranks.rank(rank))
+        return run_ca_sgd(own_columns(problem, rank), options, comm=ranks.rank(rank))
 
     found = run_in_threads(work)
     whole = run_ca_sgd(problem, options)
@@ -262,7 +257,7 @@ def test_two_gpus_joined_by_nccl_hold_one_solution(gpu, monkeypatch, prefetch):
     def work(rank: int) -> Any:
         stand_in.Device(rank).use()
         comm = NcclCommunicator(ranks.rank(rank))
-        return gpu.run_ca_sgd(own_columns(problem, rank), options, comm=comm)
+        return run_ca_sgd(own_columns(problem, rank), options, comm=comm)
 
     found = run_in_threads(work)
     whole = run_ca_sgd(problem, options)
@@ -298,9 +293,9 @@ def test_a_gpu_rank_that_falls_silent_ends_an_epoch_at_the_deadline_before_anyth
     monkeypatch.setattr(DEVICE, "stuck", True)
     control = FirstOfTwo()
     comm = NcclCommunicator(control, deadline_s=0.2)
-    run = gpu.DeviceRun(on_device(make_problem("squared")), make_options("fp64"), **{**START, "comm": comm})
+    run = gpu.DeviceRun(on_device(make_problem("squared")), make_options("fp64"), comm=comm)
     with pytest.raises(CommunicationError, match="rank 0 of 2 waited in vain in a sum over the GPUs") as raised:
-        run.pass_over(next(run.epochs()), 4)
+        run.pass_over(next(run.epochs()))
     assert len(DEVICE.sums) == 4  # fewer than may be under way, so only the end of the epoch waits
     assert DEVICE.aborted == 1
     assert control.lost == [raised.value]
@@ -329,7 +324,7 @@ def test_what_stops_one_gpu_rank_is_told_to_the_others(gpu, wrong):
             part.features.device = stand_in.Device(1)
         if rank and wrong == "do not fit":
             part = replace(part, features=TooLarge(part.features.held))
-        return gpu.run_ca_sgd(part, options, comm=ranks.rank(rank))
+        return run_ca_sgd(part, options, comm=ranks.rank(rank))
 
     found = run_in_threads(work)
     assert [type(one) for one in found] == [InputError, InputError], found
@@ -341,9 +336,7 @@ def test_float64_features_are_rounded_once(gpu):
     # Just above a tie of BF16 in float64, on the tie in float32: two roundings would go down to even.
     tie = 1 + 2.0**-8 + 2.0**-30
     problem = replace(make_problem("squared"), features=np.full((53, 1), tie))
-    run = gpu.DeviceRun(
-        on_device(problem), make_options("recipe"), comm=None, intercept=0.0, first_step=0, first_epoch=0
-    )
+    run = gpu.DeviceRun(on_device(problem), make_options("recipe"))
     bits = run.device_features.get()
     assert bits.shape == (53, 8)
     assert (bits[:, 1:] == 0).all()
@@ -356,13 +349,13 @@ def test_features_that_the_format_cannot_hold_are_named(gpu, value, policy):
     problem = make_problem("squared")
     problem.features[7, 3] = value
     with pytest.raises(InputError, match="features hold"):
-        gpu.run_ca_sgd(on_device(problem), make_options(policy))
+        run_ca_sgd(on_device(problem), make_options(policy))
 
 
 def test_a_block_beyond_shared_memory_is_refused(gpu):
     problem = replace(make_problem("squared", m=53), features=np.ones((13000, 1)), targets=np.ones(13000))
     with pytest.raises(InputError, match="at most 12256"):
-        gpu.run_ca_sgd(on_device(problem), make_options("fp32", s=3250))
+        run_ca_sgd(on_device(problem), make_options("fp32", s=3250))
 
 
 def test_policies_become_macros():

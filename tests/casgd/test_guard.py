@@ -17,8 +17,7 @@ from precision_time.casgd.excess import U_RMS, predicted_excess
 from precision_time.casgd.guard import Verdict, choose_policy
 from precision_time.casgd.objectives import LOGISTIC, OBJECTIVES, POISSON, SQUARED
 from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, round_to
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 
 
 class TwoThreads:

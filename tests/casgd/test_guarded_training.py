@@ -13,8 +13,7 @@ from precision_time.casgd.estimators import CASGDClassifier, CASGDRegressor
 from precision_time.casgd.guard import choose_policy
 from precision_time.casgd.guarded_training import GuardSettings, train_guarded
 from precision_time.casgd.objectives import SQUARED
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 from precision_time.casgd.training import Start
 
 

@@ -26,13 +26,14 @@ import numpy as np
 
 from precision_time.casgd import gpu
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import MpiCommunicator, NcclCommunicator, OneProcess, Pending
+from precision_time.casgd.communicator import OneProcess, Pending
 from precision_time.casgd.kernels import SOURCE
+from precision_time.casgd.mpi import MpiCommunicator
+from precision_time.casgd.nccl import NcclCommunicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.plan import plan
 from precision_time.casgd.precision import POLICIES
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 
 SHAPES = {"susy": (2**18, 18), "higgs": (2**18, 28), "epsilon": (2**15, 2000)}
 PRODUCTS = ((64, 256, 1024, 4096), (18, 28, 500, 2000, 16384))  # rows, columns
@@ -52,7 +53,6 @@ CUT_OFF = 2.0**-23  # of a sum of squares, a column at most
 LARGEST_ITERATE_ERROR = 1e-5  # FP32 arithmetic in another order
 LARGEST_LOSS_GAPS = {"fp32": 1e-4, "recipe": 5e-3, "paper": 5e-3}
 LARGEST_ABOVE_BEST = 0.25  # of the planner's choice: probes of 20 outer steps of some 10 us are rough
-START = {"comm": None, "intercept": 0.0, "first_step": 0, "first_epoch": 0}
 
 
 class NotRunError(Exception):
@@ -129,7 +129,7 @@ def check_products() -> list[dict[str, Any]]:
             problem = on_device(make_problem(rows, columns))
             for policy in (POLICIES["recipe"], POLICIES["fp32"], tf32):
                 options = replace(make_options("fp32", 2, rows // 2), policy=policy)
-                run = gpu.DeviceRun(problem, options, **START)
+                run = gpu.DeviceRun(problem, options)
                 run._prepare(rows, with_gram=True)
                 block, gram = run._blocks[0], run._gram
                 block[...] = run.device_features
@@ -166,9 +166,9 @@ def check_recurrence() -> list[dict[str, Any]]:
             exact = run_ca_sgd(
                 problem, replace(options, policy=POLICIES["fp64"].replace(name="exact", x_storage="bf16"))
             )
-            found = gpu.run_ca_sgd(on_device(problem), options)
-            run = gpu.DeviceRun(on_device(problem), options, **START)
-            run.pass_over(next(run.epochs()), s)
+            found = run_ca_sgd(on_device(problem), options)
+            run = gpu.DeviceRun(on_device(problem), options)
+            run.pass_over(next(run.epochs()))
             results.append(
                 {
                     "objective": objective,
@@ -211,8 +211,8 @@ def check_end_to_end() -> list[dict[str, Any]]:
                 for s in END_TO_END[1]:
                     if s * b > 4096:
                         continue
-                    gpu.run_ca_sgd(problem, make_options(policy, s, b))
-                    found = gpu.run_ca_sgd(problem, make_options(policy, s, b, epochs=2))
+                    run_ca_sgd(problem, make_options(policy, s, b))
+                    found = run_ca_sgd(problem, make_options(policy, s, b, epochs=2))
                     plain = plain or found
                     step_s = sum(found.seconds.values()) / found.steps
                     results.append(
@@ -246,11 +246,11 @@ def check_nccl() -> dict[str, Any]:
     problem = on_device(make_problem(rows, columns))
     for name, prefetch in {"in_turn": False, "prefetch": True}.items():
         options = make_options("recipe", s, b, prefetch=prefetch)
-        found, alone = (gpu.run_ca_sgd(problem, options, comm=one) for one in (comm, None))
+        found, alone = (run_ca_sgd(problem, options, comm=one) for one in (comm, None))
         results[f"{name}_equal_bits"] = bool((found.weights == alone.weights).all())
         results[f"{name}_step_us"] = sum(found.seconds.values()) / found.steps * 1e6
-    run = gpu.DeviceRun(problem, make_options("recipe", 1, b), **{**START, "comm": comm})
-    run.pass_over(next(run.epochs()), 1)
+    run = gpu.DeviceRun(problem, make_options("recipe", 1, b), comm=comm)
+    run.pass_over(next(run.epochs()))
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def captured(launch: Callable[[], Any]) -> str:
@@ -269,8 +269,8 @@ def check_nccl() -> dict[str, Any]:
 
     run._timed = None  # events of a capture cannot be read
     results["graph_of_kernels_and_sum"] = captured(lambda: run._outer_step(0, b))
-    whole = gpu.DeviceRun(problem, make_options("recipe", s, b), **START)
-    whole.pass_over(next(whole.epochs()), s)
+    whole = gpu.DeviceRun(problem, make_options("recipe", s, b))
+    whole.pass_over(next(whole.epochs()))
     results["graph_of_gemm"] = captured(lambda: whole._product.run(whole._blocks[0], s * b, whole._gram))
     return results
 
@@ -365,7 +365,7 @@ def check_two_ranks() -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     told = json.loads(done.stdout.splitlines()[-1])
-    alone = gpu.run_ca_sgd(on_device(make_problem(RANK_ROWS, 64)), make_options("recipe", 8, 16, epochs=2))
+    alone = run_ca_sgd(on_device(make_problem(RANK_ROWS, 64)), make_options("recipe", 8, 16, epochs=2))
     weights = np.concatenate([np.array(one["weights"], dtype=np.float32) for one in told])
     return {
         "equal_replicated_bits": told[0]["intercept"] == told[1]["intercept"]
@@ -386,8 +386,8 @@ def run_rank(rows: int) -> None:
     problem = make_problem(rows, 64)
     half = np.ascontiguousarray(problem.features[:, 32 * comm.rank : 32 * (comm.rank + 1)])
     mine, options = on_device(replace(problem, features=half)), make_options("recipe", 8, 16, epochs=2)
-    found = gpu.run_ca_sgd(mine, options, comm=comm)
-    ahead = gpu.run_ca_sgd(mine, replace(options, prefetch=True), comm=comm)
+    found = run_ca_sgd(mine, options, comm=comm)
+    ahead = run_ca_sgd(mine, replace(options, prefetch=True), comm=comm)
     told = comm.gather(
         {
             "weights": [float(value) for value in found.weights],
@@ -405,7 +405,7 @@ def run_rank(rows: int) -> None:
 def check_memory() -> dict[str, int]:
     problem = on_device(make_problem(*STORED))
     return {
-        policy: int(gpu.DeviceRun(problem, make_options(policy, 1, 64), **START).device_features.nbytes)
+        policy: int(gpu.DeviceRun(problem, make_options(policy, 1, 64)).device_features.nbytes)
         for policy in ("fp32", "fp16", "recipe")
     }
 

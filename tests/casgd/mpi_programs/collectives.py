@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from counted import Counted
 
-from precision_time.casgd.comm import MpiCommunicator, explain_staging
+from precision_time.casgd.mpi import MpiCommunicator, explain_staging
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # an MPI that takes GPU arrays could not take the class below
 

@@ -3,8 +3,9 @@
 import json
 import sys
 
-from precision_time.casgd.comm import MpiCommunicator, check_agreement
+from precision_time.casgd.communicator import check_agreement
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.mpi import MpiCommunicator
 
 comm = MpiCommunicator(deadline_s=30)
 values = {"s": 8, "batch_size": 32, "seed": 0, "dtype": "float32", "rows": 1000, "shape": [1000, 18]}

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from precision_time.casgd.comm import MpiCommunicator
+from precision_time.casgd.mpi import MpiCommunicator
 
 how, what = sys.argv[1:3]
 comm = MpiCommunicator(deadline_s=float(sys.argv[3]))

@@ -8,12 +8,11 @@ from counted import Counted
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.column_cache import split_columns
-from precision_time.casgd.comm import MpiCommunicator
 from precision_time.casgd.datasets import synth
+from precision_time.casgd.mpi import MpiCommunicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.precision import find_policy
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 
 ROWS, COLUMNS, EPOCHS = 203, 13, 2
 CASES = [

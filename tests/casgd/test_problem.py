@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Schedule
 
 
 def test_formulas_are_those_of_scikit_learn_with_the_step_counted_from_one():
