@@ -19,6 +19,7 @@ __all__ = [
     "library_of",
     "move_to_gpu",
     "store_features",
+    "to_host",
     "work_type",
 ]
 
@@ -104,6 +105,11 @@ def move_to_gpu(features: np.ndarray) -> Any:
     """
     choose_gpu()
     return import_cupy().asarray(features)
+
+
+def to_host(values: Any) -> Any:
+    """``values`` in host memory, of the same type: an ndarray, or a sparse matrix as it is."""
+    return values.get() if hasattr(values, "get") else values
 
 
 def work_type(policy: PrecisionPolicy) -> np.dtype[Any]:

@@ -13,12 +13,13 @@ from sklearn.base import BaseEstimator, is_classifier
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from precision_time.casgd.arrays import library_of
+from precision_time.casgd.arrays import library_of, to_host
 from precision_time.casgd.communicator import Communicator, check_agreement
 from precision_time.casgd.errors import NotConvergedWarning, PrecisionWarning
 from precision_time.casgd.guard import Verdict
 from precision_time.casgd.guarded_training import GuardSettings, choose_precision, train_guarded
 from precision_time.casgd.mpi import find_communicator
+from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.objectives import Objective
 from precision_time.casgd.precision import PrecisionPolicy
 from precision_time.casgd.problem import PARTS, Options, Problem, Solution, Start
@@ -29,7 +30,6 @@ from precision_time.casgd.training import (
     make_schedule,
     null_deviance,
     place_features,
-    sum_over_ranks,
 )
 from precision_time.casgd.validation import (
     agree,
@@ -360,8 +360,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
     def _keep(self, solutions: Sequence[Solution], comm: Communicator, *, partial: bool) -> None:
         coef = np.zeros((len(solutions), self._n_columns))
         for row, solution in zip(coef, solutions, strict=True):
-            weights = solution.weights
-            row[self.columns_[0] : self.columns_[1]] = weights.get() if hasattr(weights, "get") else weights
+            row[self.columns_[0] : self.columns_[1]] = solution.weights
         if comm.size > 1:
             sum_over_ranks(coef, comm=comm)  # every column has one owner, so the sum only brings them together
         self._set_coefficients(coef, np.array([one.intercept for one in solutions]))
@@ -385,8 +384,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         features = (
             agree(comm, lambda: self._validate(X, reset=False)) if self.column_block else self._validate(X, reset=False)
         )
-        if hasattr(features, "get"):
-            features = features.get()
+        features = to_host(features)
         coef = np.atleast_2d(self.coef_)
         if self.column_block:
             coef = coef[:, self.columns_[0] : self.columns_[1]]

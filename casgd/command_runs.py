@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from precision_time.casgd.arrays import to_host
 from precision_time.casgd.command_data import CommandData
 from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import InputError, NotConvergedWarning
-from precision_time.casgd.excess import to_host
 from precision_time.casgd.mpi import explain_staging
+from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.precision import find_policy
 from precision_time.casgd.problem import PARTS, Options, Problem, Solution, Start
 from precision_time.casgd.training import (
     best_constant,
     expected_smoothness,
     make_schedule,
-    sum_over_ranks,
     train,
 )
 from precision_time.casgd.validation import agree
@@ -245,7 +245,7 @@ def _options(problem: Problem, comm: Communicator, *, batch_size: int, epochs: i
 
 def _loss(problem: Problem, solution: Solution, comm: Communicator) -> float:
     """f at the solution, with the penalty, on the features as they are: float64, the same on every rank."""
-    features, weights = to_host(problem.features), to_host(np.asarray(solution.weights))
+    features, weights = to_host(problem.features).astype(np.float64), solution.weights.astype(np.float64)
     buffer = np.concatenate([np.asarray(features @ weights).ravel(), [float(weights @ weights)]])
     sum_over_ranks(buffer, comm=comm)
     loss = problem.objective.loss(buffer[:-1] + solution.intercept, np.asarray(problem.targets))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.gram import packed_gram_words
 
 __all__ = ["Costs", "Sample", "fit_costs", "fit_nonnegative"]
 
@@ -48,9 +49,9 @@ class Sample:
         return content | {"parts_s": dict(self.parts_s), "rounds_s": list(self.rounds_s)}
 
 
-def _reduced_bytes(s: int, b: int, word_bytes: int) -> float:
+def _reduced_bytes(s: int, b: int, word_bytes: int) -> int:
     """Bytes of one AllReduce: the strictly lower Gram blocks and the margins."""
-    return word_bytes * (b * b * s * (s - 1) / 2 + s * b)
+    return word_bytes * (packed_gram_words(s * b, b) + s * b)
 
 
 # Per part, the terms of the seconds of one outer step; n is the columns of a rank times the density. The first of
@@ -115,14 +116,10 @@ class Costs:
 
     def predict_step_s(self, s: int, batch_size: int, *, stored_columns: float) -> float:
         """Seconds of one SGD-equivalent step; ``stored_columns`` is the columns of a rank times their density."""
-        return sum(self.predict_parts_s(s, batch_size, stored_columns=stored_columns).values())
-
-    def predict_parts_s(self, s: int, batch_size: int, *, stored_columns: float) -> dict[str, float]:
-        """The same, by part."""
-        return {
-            part: float(np.dot(terms(s, batch_size, stored_columns, self.word_bytes), self.coefficients[part])) / s
+        return sum(
+            float(np.dot(terms(s, batch_size, stored_columns, self.word_bytes), self.coefficients[part])) / s
             for part, terms in _TERMS.items()
-        }
+        )
 
     def best_s(self, batch_size: int, *, stored_columns: float) -> float:
         """s* = sqrt(A/C) of T(s)/s = A/s + B + C s; infinite if nothing grows with s.

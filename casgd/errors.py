@@ -1,6 +1,16 @@
 """Errors of the solver: each says what went wrong, what was got, what was expected and what to do."""
 
-__all__ = ["CasgdError", "CommunicationError", "InputError", "NotConvergedWarning", "PrecisionWarning"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CasgdError",
+    "CommunicationError",
+    "InputError",
+    "NotConvergedWarning",
+    "PrecisionWarning",
+    "unknown_name",
+]
 
 
 def _printable(text: str) -> str:
@@ -50,6 +60,18 @@ class InputError(CasgdError, ValueError):
 
     code = "E-INPUT"
     exit_code = 2
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> InputError:
+    """The error for a ``name`` of some ``kind`` that is not among the ``known`` ones; it offers the nearest."""
+    names = list(known)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return InputError(
+        f"unknown {kind}",
+        got=repr(name),
+        expected=", ".join(names),
+        fix=f"did you mean {close[0]!r}?" if close else None,
+    )
 
 
 class CommunicationError(CasgdError, RuntimeError):

@@ -15,13 +15,13 @@ import numpy as np
 from precision_time.casgd.arrays import import_cupy, library_of
 from precision_time.casgd.communicator import Done, Pending
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.gram import packed_gram_words
 from precision_time.casgd.kernels import (
     WARP,
     GramProduct,
     compile_options,
     largest_block_rows,
     load_kernels,
-    packed_gram_words,
     real_type,
     store_rounded,
     stored_type,

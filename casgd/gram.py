@@ -7,12 +7,16 @@ import numpy as np
 
 from precision_time.casgd.precision import round_to
 
-__all__ = ["PackedGram", "fill_gram", "fill_margins", "packed_words", "round_in_place"]
+__all__ = ["PackedGram", "fill_gram", "fill_margins", "packed_gram_words", "round_in_place"]
 
 
-def packed_words(s: int, batch_size: int) -> int:
-    """Words of one communication: b^2 s (s - 1) / 2 of the Gram matrix and s b margins."""
-    return batch_size * batch_size * s * (s - 1) // 2 + s * batch_size
+def packed_gram_words(rows: int, batch_size: int) -> int:
+    """Words of the strictly lower Gram blocks of ``rows`` rows in batches of b; the last batch may be shorter.
+
+    That is b^2 s (s - 1) / 2 for s whole batches. One sum over the ranks carries these words and a margin a row.
+    """
+    before = (rows - 1) // batch_size  # batches in front of the last one
+    return before * (before - 1) // 2 * batch_size**2 + (rows - before * batch_size) * before * batch_size
 
 
 class PackedGram:
@@ -36,11 +40,6 @@ class PackedGram:
             self.buffer[start : start + count].reshape(size, offset)
             for start, count, size, offset in zip(starts, words, self.sizes, self.offsets, strict=False)
         ]
-
-    @property
-    def words(self) -> int:
-        """Words that one sum communicates."""
-        return int(self.buffer.size)
 
 
 def fill_gram(packed: PackedGram, block: Any) -> None:

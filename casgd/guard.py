@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from precision_time.casgd.arrays import import_cupy, library_of
-from precision_time.casgd.batch_fit import BatchFit, fit_batch, margin_fit
+from precision_time.casgd.arrays import library_of, to_host
+from precision_time.casgd.batch_fit import U_RMS, BatchFit, fit_batch, margin_errors, margin_fit
 from precision_time.casgd.bounds import check_accumulators
 from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.excess import U_RMS, margin_errors, to_host
 from precision_time.casgd.mpi import find_communicator
-from precision_time.casgd.nccl import drain
+from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, PrecisionPolicy
 from precision_time.casgd.problem import Options, Problem
 
@@ -131,15 +130,11 @@ def _join_columns(of_ranks: np.ndarray) -> _Columns:
     )
 
 
-def _sum_over_ranks(comm: Communicator, parts: Sequence[np.ndarray], features: Any) -> list[np.ndarray]:
-    """The sums over ranks of several float64 arrays, in one message."""
-    buffer: Any = np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in parts])
-    if library_of(features) == "cupy":  # NCCL sums nothing else
-        buffer = import_cupy().asarray(buffer)
-    comm.sum(buffer)
-    drain(comm)
-    host = buffer if isinstance(buffer, np.ndarray) else buffer.get()
-    pieces = np.split(host, np.cumsum([part.size for part in parts])[:-1])
+def _sum_in_one_message(comm: Communicator, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The sums over the ranks of several float64 arrays."""
+    buffer = np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in parts])
+    sum_over_ranks(buffer, comm=comm)
+    pieces = np.split(buffer, np.cumsum([part.size for part in parts])[:-1])
     return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
@@ -250,7 +245,7 @@ def _look(
     """Sample ``rows`` rows, fit them or take the weights of ``start``, and size up what rounding does to them."""
     # The same rows on every rank; spread over all of them, since files come sorted.
     chosen = np.sort(np.random.default_rng(options.seed).choice(problem.rows, rows, replace=False))
-    block = to_host(problem.features[chosen])
+    block = to_host(problem.features[chosen]).astype(np.float64)
     targets = np.asarray(problem.targets, dtype=np.float64)[chosen]
     sample_weight = None if problem.sample_weight is None else np.asarray(problem.sample_weight, np.float64)[chosen]
     slots = np.zeros((comm.size, 5))
@@ -261,7 +256,7 @@ def _look(
         gram = product if isinstance(product, np.ndarray) else product.toarray()
         weights = None if start is None else np.asarray(start[0], dtype=np.float64)
         margins = np.zeros(rows) if weights is None else np.asarray(block @ weights)
-        gram, margins, of_ranks = _sum_over_ranks(comm, [gram, margins, slots], problem.features)
+        gram, margins, of_ranks = _sum_in_one_message(comm, [gram, margins, slots])
     columns = _join_columns(of_ranks)
     if weights is None:
         fit = fit_batch(
@@ -273,7 +268,7 @@ def _look(
         margins = margins + float(start[1])
         fit = margin_fit(margins, targets, objective=problem.objective, sample_weight=sample_weight)
     names = sorted(formats)
-    errors = _sum_over_ranks(comm, [margin_errors(block, weights, fmt) for fmt in names], problem.features)
+    errors = _sum_in_one_message(comm, [margin_errors(block, weights, fmt) for fmt in names])
     smoothness = problem.objective.smoothness
     curvature = fit.second if smoothness is None else np.full(rows, smoothness)
     sharpest = _sharpness(gram + float(problem.fit_intercept), curvature, options.batch_size) + problem.l2

@@ -20,7 +20,6 @@ __all__ = [
     "compile_options",
     "largest_block_rows",
     "load_kernels",
-    "packed_gram_words",
     "real_type",
     "store_rounded",
     "stored_type",
@@ -86,12 +85,6 @@ def compile_options(policy: PrecisionPolicy) -> tuple[str, ...]:
 def largest_block_rows(policy: PrecisionPolicy) -> int:
     """The largest s b: the coefficients of a block are in the shared memory of the one CTA of the recurrence."""
     return _STATIC_SHARED_BYTES // real_type(policy).itemsize - 1024 // WARP
-
-
-def packed_gram_words(rows: int, b: int) -> int:
-    """Words of the strictly lower blocks of ``rows`` rows in batches of b, the last one perhaps shorter."""
-    block = (rows - 1) // b
-    return block * (block - 1) // 2 * b * b + (rows - block * b) * block * b
 
 
 @lru_cache(maxsize=16)

@@ -25,7 +25,7 @@ from precision_time.casgd.communicator import (
 from precision_time.casgd.errors import CommunicationError, InputError
 from precision_time.casgd.mpi import find_communicator
 
-__all__ = ["NcclCommunicator", "drain"]
+__all__ = ["NcclCommunicator", "drain", "sum_over_ranks"]
 
 _ABORT_S = 10.0  # NCCL's own abort waits for the GPU, which may never come (NVIDIA/nccl issue 549)
 _SUM = "a sum over the GPUs"
@@ -194,3 +194,14 @@ def drain(comm: Communicator) -> None:
     inner = without_delay(comm)
     if isinstance(inner, NcclCommunicator):
         inner.drain()
+
+
+def sum_over_ranks(buffer: np.ndarray, *, comm: Communicator) -> None:
+    """Replace ``buffer``, a host array, by its sum over the ranks; by way of the GPU where NCCL joins them."""
+    if not isinstance(without_delay(comm), NcclCommunicator):
+        comm.sum(buffer)
+        return
+    on_device = import_cupy().asarray(buffer)
+    comm.sum(on_device)
+    drain(comm)
+    buffer[...] = on_device.get()

@@ -4,7 +4,6 @@ The nine are our own derivation: the list of the paper (arXiv 2606.18463) was no
 """
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.errors import InputError
+from precision_time.casgd.errors import InputError, unknown_name
 
 __all__ = ["CHOICES", "LARGEST", "POLICIES", "ROUNDOFF", "PrecisionPolicy", "carrier", "find_policy", "round_to"]
 
@@ -143,13 +142,7 @@ def find_policy(given: str | PrecisionPolicy) -> PrecisionPolicy:
         return given
     if isinstance(given, str) and given in POLICIES:
         return POLICIES[given]
-    close = difflib.get_close_matches(str(given), POLICIES, n=1)
-    raise InputError(
-        "unknown precision policy",
-        got=repr(given),
-        expected=", ".join(POLICIES),
-        fix=f"did you mean {close[0]!r}?" if close else None,
-    )
+    raise unknown_name("precision policy", given, POLICIES)
 
 
 def carrier(fmt: str) -> np.dtype[Any]:

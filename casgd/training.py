@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from precision_time.casgd.arrays import import_cupy, library_of, move_to_gpu
+from precision_time.casgd.arrays import import_cupy, library_of, move_to_gpu, to_host
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.communicator import Communicator, OneProcess, without_delay
+from precision_time.casgd.communicator import Communicator, OneProcess
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.nccl import NcclCommunicator, drain
+from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.objectives import Objective
 from precision_time.casgd.problem import Options, Problem, Schedule, Solution, Start
 
@@ -24,7 +24,6 @@ __all__ = [
     "make_schedule",
     "null_deviance",
     "place_features",
-    "sum_over_ranks",
     "train",
 ]
 
@@ -99,17 +98,6 @@ def expected_smoothness(problem: Problem, *, batch_size: int, comm: Communicator
     return (m * (b - 1) * largest + (m - b) * longest) / (b * (m - 1)) + problem.l2
 
 
-def sum_over_ranks(buffer: np.ndarray, *, comm: Communicator) -> None:
-    """Replace ``buffer``, a host array, by its sum over the ranks; by way of the GPU where NCCL joins them."""
-    if not isinstance(without_delay(comm), NcclCommunicator):
-        comm.sum(buffer)
-        return
-    on_device = import_cupy().asarray(buffer)
-    comm.sum(on_device)
-    drain(comm)
-    buffer[...] = on_device.get()
-
-
 def _square_norms(features: Any) -> np.ndarray:
     """|x_i|^2 over this rank's columns, (m,) float64 on the host."""
     if library_of(features) == "scipy":
@@ -118,7 +106,7 @@ def _square_norms(features: Any) -> np.ndarray:
     with np.errstate(over="ignore"):
         for start in range(0, features.shape[0], 4096):
             part = features[start : start + 4096].astype(np.float64)
-            parts.append(_to_host((part * part).sum(axis=1)))
+            parts.append(to_host((part * part).sum(axis=1)))
     return np.concatenate(parts)
 
 
@@ -129,11 +117,7 @@ def _gram(features: Any, rows: np.ndarray) -> np.ndarray:
     block = features[rows].astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         product = block @ block.T
-    return _to_host(product.toarray() if library_of(features) == "scipy" else product)
-
-
-def _to_host(values: Any) -> np.ndarray:
-    return np.asarray(values.get() if hasattr(values, "get") else values)
+    return np.asarray(to_host(product.toarray() if library_of(features) == "scipy" else product))
 
 
 def _mean(values: np.ndarray, weights: Any) -> float:
@@ -207,7 +191,7 @@ def train(problem: Problem, options: Options, *, comm: Communicator, start: Star
         comm=comm,
         start=start,
     )
-    finite = bool(np.isfinite(_to_host(solution.weights)).all()) and math.isfinite(solution.intercept)
+    finite = bool(np.isfinite(solution.weights).all()) and math.isfinite(solution.intercept)
     if not all(comm.gather(finite)):
         raise InputError(
             "training diverged: a weight is not finite",

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from precision_time.casgd.arrays import to_host
 from precision_time.casgd.column_cache import split_columns
 from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import CasgdError, InputError
@@ -86,7 +87,7 @@ def check_finite(values: Any, *, name: str) -> None:
         rows = np.searchsorted(matrix.indptr, bad, side="right") - 1
         columns, wrong = matrix.indices[bad], matrix.data[bad]
     else:
-        host = values.get() if hasattr(values, "get") else np.asarray(values)
+        host = np.asarray(to_host(values))
         places = np.nonzero(~np.isfinite(host))
         rows, columns, wrong = places[0], places[-1], host[places]
     if not len(rows):
@@ -189,7 +190,7 @@ def check_gpu_arrays(features: Any, targets: Any = None, *, columns: int | None)
     check_finite(features, name="Input X")
     if targets is None:
         return None
-    y = np.asarray(targets.get() if hasattr(targets, "get") else targets)
+    y = np.asarray(to_host(targets))
     if y.shape != features.shape[:1]:
         raise InputError("y does not fit X", got=f"shape {y.shape}", expected=str(features.shape[:1]))
     if y.dtype.kind == "f":

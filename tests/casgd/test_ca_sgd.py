@@ -11,7 +11,7 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.communicator import OneProcess
 from precision_time.casgd.errors import CommunicationError, InputError
-from precision_time.casgd.gram import packed_words
+from precision_time.casgd.gram import packed_gram_words
 from precision_time.casgd.objectives import LOGISTIC
 from precision_time.casgd.precision import POLICIES
 from precision_time.casgd.problem import PARTS, Options, Problem, Schedule, Start, batch_order
@@ -191,7 +191,7 @@ def test_there_is_one_sum_an_outer_step_and_it_carries_half_of_the_gram_and_the_
 
     for solution, words in ranks(job, 2):
         assert solution.reductions == 3 * 7
-        assert words == 3 * (6 * [packed_words(4, 8)] + [8])
+        assert words == 3 * (6 * [packed_gram_words(32, 8) + 32] + [8])
 
 
 def test_prefetch_changes_nothing_but_the_messages(problem_of):
@@ -219,7 +219,7 @@ def test_the_sum_of_the_next_gram_is_under_way_during_the_recurrence(problem_of)
 
     problem = problem_of("squared", m=64)
     run_ca_sgd(problem, options(s=4, batch_size=8, epochs=1, prefetch=True), comm=Watched())
-    gram = packed_words(4, 8) - 32
+    gram = packed_gram_words(32, 8)
     # The second Gram starts after the first block's sums are in and ends only when the second block asks for it.
     assert events == [
         f"start {gram}", "start 32", "wait 0", "wait 1", f"start {gram}", "start 32", "wait 4", "wait 5",

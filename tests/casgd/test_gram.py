@@ -7,7 +7,7 @@ import scipy.sparse
 
 from precision_time.casgd.arrays import library_of, store_features, work_type
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.gram import PackedGram, fill_gram, fill_margins, packed_words
+from precision_time.casgd.gram import PackedGram, fill_gram, fill_margins, packed_gram_words
 from precision_time.casgd.precision import POLICIES, round_to
 
 
@@ -50,8 +50,11 @@ def test_a_gram_of_ones_in_16_bits_counts_them_all(policy, sizes):
 
 def test_words_are_half_of_the_gram_without_its_diagonal_blocks_and_the_margins():
     for s, b in ((1, 16), (8, 16), (32, 4)):
-        assert PackedGram([b] * s, dtype=np.dtype(np.float32)).words == packed_words(s, b)
-        assert packed_words(s, b) == b * b * s * (s - 1) // 2 + s * b
+        assert packed_gram_words(s * b, b) == b * b * s * (s - 1) // 2
+    for sizes in ([16], [16] * 8, [4] * 32, [5, 5, 5, 2], [7, 1]):
+        packed = PackedGram(sizes, dtype=np.dtype(np.float32))
+        assert packed.gram.size == packed_gram_words(sum(sizes), sizes[0])
+        assert packed.buffer.size == packed.gram.size + sum(sizes)
 
 
 def test_another_type_on_the_wire_than_in_the_product_changes_only_the_rounding():
