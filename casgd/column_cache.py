@@ -309,9 +309,9 @@ class ColumnCache:
         """(rows, columns) of the whole matrix."""
         return self.header["rows"], self.header["columns"]
 
-    def targets(self, *, verify: bool = True) -> np.ndarray:
+    def targets(self) -> np.ndarray:
         """The labels (rows,), float64, of all rows."""
-        return np.array(self._map(self.header["targets"], np.dtype("<f8"), verify=verify))
+        return np.array(self._map(self.header["targets"], np.dtype("<f8")))
 
     def column_range(self, *, rank: int = 0, size: int = 1) -> tuple[int, int]:
         """The half-open range of columns of ``rank``: equal counts if dense, equal shares of the non-zeros if CSR."""
@@ -319,18 +319,18 @@ class ColumnCache:
             raise InputError("there is no such rank", got=rank, expected=f"0 to {size - 1}")
         nonzeros = None
         if self.header["layout"] == "csr":
-            nonzeros = self._map(self.header["nonzeros"], np.dtype("<i8"), verify=True)
+            nonzeros = self._map(self.header["nonzeros"], np.dtype("<i8"))
         return split_columns(self.shape[1], size, nonzeros=nonzeros)[rank]
 
-    def features(self, *, rank: int = 0, size: int = 1, verify: bool = True) -> Any:
+    def features(self, *, rank: int = 0, size: int = 1) -> Any:
         """The columns of ``rank`` of ``size``: an array (rows, n_local) or a SciPy CSR matrix.
 
-        Only the blocks that hold them are read, by memory mapping, and with ``verify`` checked against their digests.
+        Only the blocks that hold them are read, by memory mapping, and checked against their digests.
         Dense columns that lie in one block are a read-only view of the file and take no memory; others are copied.
         """
         first, end = self.column_range(rank=rank, size=size)
         parts = [
-            self._block(block, max(first, block["first"]), min(end, block["end"]), verify=verify)
+            self._block(block, max(first, block["first"]), min(end, block["end"]))
             for block in self.header["blocks"]
             if block["first"] < end and first < block["end"]
         ]
@@ -342,24 +342,24 @@ class ColumnCache:
 
         return sparse.hstack(parts, format="csr")
 
-    def _block(self, block: dict[str, Any], first: int, end: int, *, verify: bool) -> Any:
+    def _block(self, block: dict[str, Any], first: int, end: int) -> Any:
         dtype = np.dtype(self.header["dtype"]).newbyteorder("<")
         first, end, width = first - block["first"], end - block["first"], block["end"] - block["first"]
         files = block["files"]
         if self.header["layout"] == "dense":
-            return self._map(files["values"], dtype, verify=verify).reshape(-1, width)[:, first:end]
+            return self._map(files["values"], dtype).reshape(-1, width)[:, first:end]
         from scipy import sparse
 
         types = {"data": dtype, "indices": np.dtype("<i4"), "indptr": np.dtype("<i8")}
-        data, indices, indptr = (self._map(files[kind], kept, verify=verify) for kind, kept in types.items())
+        data, indices, indptr = (self._map(files[kind], kept) for kind, kept in types.items())
         whole = sparse.csr_matrix((data, indices, indptr), shape=(self.shape[0], width), copy=False)
         return whole if (first, end) == (0, width) else whole[:, first:end]
 
-    def _map(self, entry: dict[str, Any], dtype: np.dtype[Any], *, verify: bool) -> np.ndarray:
+    def _map(self, entry: dict[str, Any], dtype: np.dtype[Any]) -> np.ndarray:
         path = self.path / entry["file"]
         try:
             intact = path.stat().st_size == entry["bytes"]
-            if intact and verify:
+            if intact:
                 with path.open("rb") as file:
                     intact = hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
         except OSError:

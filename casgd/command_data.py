@@ -7,16 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from precision_time.casgd.column_cache import convert_libsvm, open_cache
 from precision_time.casgd.communicator import Communicator, DelayedCommunicator
-from precision_time.casgd.datasets import (
-    BUILTIN,
-    Dataset,
-    Standardiser,
-    convert_libsvm,
-    load_builtin,
-    open_cache,
-    synth,
-)
+from precision_time.casgd.datasets import BUILTIN, Dataset, Standardiser, load_builtin, synth
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.mpi import find_communicator
 from precision_time.casgd.objectives import find_objective
@@ -24,10 +17,10 @@ from precision_time.casgd.problem import Problem
 from precision_time.casgd.training import place_features
 from precision_time.casgd.validation import agree, share_columns
 
-__all__ = ["MADE_UP", "CommandData", "join_ranks", "place_data", "read_data"]
+__all__ = ["CommandData", "join_ranks", "read_data"]
 
-#: Data that is drawn: the objective follows the dash.
-MADE_UP = ("synth-logistic", "synth-squared", "synth-poisson")
+# Data sets that are drawn at random; the objective follows the dash.
+_MADE_UP = ("synth-logistic", "synth-squared", "synth-poisson")
 
 # What MPICH, Open MPI and Slurm set in the processes that they start.
 _STARTED_BY_MPI = ("PMI_SIZE", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -86,6 +79,7 @@ def read_data(
     rows: int = 20_000,
     seed: int = 0,
     standardise: bool = True,
+    device: str = "auto",
 ) -> CommandData:
     """The data set ``given``: a built-in or made-up name, a cache of columns, or a LIBSVM file, which is cached first.
 
@@ -102,23 +96,18 @@ def read_data(
     """
 
     def read() -> CommandData:
-        if given in BUILTIN or given in MADE_UP:
+        if given in BUILTIN or given in _MADE_UP:
             data = _own_share(_named(given, n_features=n_features, rows=rows, seed=seed), objective, comm)
         else:
             data = _from_disk(
                 Path(given), objective or "logistic", comm=comm, n_features=n_features, cache=cache, sparse=sparse
             )
-        if not standardise:
-            return data
-        scaler = Standardiser.fit(data.features, centre=not hasattr(data.features, "tocsr"))
-        return replace(data, features=scaler.apply(data.features), mean=scaler.mean, scale=scaler.scale)
+        if standardise:
+            scaler = Standardiser.fit(data.features, centre=not hasattr(data.features, "tocsr"))
+            data = replace(data, features=scaler.apply(data.features), mean=scaler.mean, scale=scaler.scale)
+        return replace(data, features=place_features(data.features, device=device))
 
     return agree(comm, read)
-
-
-def place_data(data: CommandData, *, device: str, comm: Communicator) -> CommandData:
-    """``data`` with its features where ``device`` says (`training.place_features`), or an InputError on all ranks."""
-    return replace(data, features=agree(comm, lambda: place_features(data.features, device=device)))
 
 
 def _named(name: str, *, n_features: int | None, rows: int, seed: int) -> Dataset:
@@ -161,7 +150,7 @@ def _from_disk(
         raise InputError(
             "there are no such data",
             got=repr(str(path)),
-            expected=f"{', '.join((*BUILTIN, *MADE_UP))}, a LIBSVM file, or a cache that was made from one",
+            expected=f"{', '.join((*BUILTIN, *_MADE_UP))}, a LIBSVM file, or a cache that was made from one",
         )
     features = found.features(rank=comm.rank, size=comm.size)
     return _describe(path.name, objective, features=features, targets=found.targets(), columns=found.shape[1])

@@ -8,18 +8,22 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 
 from precision_time.casgd.arrays import to_host
+from precision_time.casgd.bounds import OuterStep
 from precision_time.casgd.command_data import CommandData
 from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.emulator import compare_errors
 from precision_time.casgd.errors import InputError, NotConvergedWarning
+from precision_time.casgd.guard import OnRisk, fallbacks
 from precision_time.casgd.mpi import explain_staging
 from precision_time.casgd.nccl import sum_over_ranks
-from precision_time.casgd.precision import find_policy
-from precision_time.casgd.problem import PARTS, Options, Problem, Solution, Start
+from precision_time.casgd.plan import Plan, plan
+from precision_time.casgd.precision import PrecisionPolicy, find_policy
+from precision_time.casgd.problem import PARTS, Options, Problem, Solution, Start, batch_order
 from precision_time.casgd.training import (
     best_constant,
     expected_smoothness,
@@ -28,12 +32,12 @@ from precision_time.casgd.training import (
 )
 from precision_time.casgd.validation import agree
 
-if TYPE_CHECKING:
-    from precision_time.casgd.plan import Plan
-
-__all__ = ["Model", "fit_model", "plan_run", "save_model", "time_runs"]
+__all__ = ["Model", "bound_errors", "fit_model", "plan_run", "save_model", "time_runs"]
 
 _SCORES = {"logistic": "accuracy", "squared": "R2", "poisson": "D2"}
+
+# The emulated outer step: at most so many steps, and rows (an emulated Gram takes rows^2 columns roundings).
+_EMULATED_STEPS, _EMULATED_ROWS = 8, 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,21 +157,67 @@ def plan_run(
     batch_size: int,
     precision: str,
     seed: int,
-    on_risk: Literal["fallback", "warn", "raise"] | None = None,
+    on_risk: OnRisk | None = None,
     prefetch: bool = False,
-) -> "Plan":
+) -> Plan:
     """The planner's answer for these data; precision 'auto' is the guarded recipe.
 
     on_risk: as the guard takes it; None is 'fallback' for 'auto', and asks no guard for a named precision.
     """
-    from precision_time.casgd.plan import plan
-
     problem = data.problem(l2=alpha)
     options = _options(problem, comm, batch_size=batch_size, epochs=100, seed=seed)
-    policy = find_policy("recipe" if precision == "auto" else precision)
-    if on_risk is None and precision == "auto":
-        on_risk = "fallback"
+    policy, on_risk = _read_precision(precision, on_risk)
     return plan(problem, replace(options, policy=policy, prefetch=prefetch), comm=comm, on_risk=on_risk)
+
+
+def bound_errors(
+    data: CommandData,
+    *,
+    comm: Communicator,
+    alpha: float,
+    batch_size: int,
+    precision: str,
+    seed: int,
+    on_risk: OnRisk | None = None,
+) -> dict[str, Any]:
+    """How far rounding moves one outer step, bounded and measured, for the policies that `plan_run` considers.
+
+    The step starts from the weights of an epoch of FP32 SGD. It has no intercept: targets of the squared loss are
+    centred. Returns the JSON values of `emulator.compare_errors`, and ``batch_size`` and ``s`` of the step.
+
+    Raises:
+        InputError: several ranks, an unknown precision, or one that rounds nothing.
+    """
+    if comm.size > 1:
+        raise InputError(
+            "bounds need all columns in one process", got=f"{comm.size} ranks", fix="leave out --bounds, or mpiexec"
+        )
+    policy, on_risk = _read_precision(precision, on_risk)
+    policies = fallbacks(policy) if on_risk == "fallback" else [policy]
+    problem = data.problem(l2=alpha, fit_intercept=False)
+    if data.objective == "squared":
+        problem = replace(problem, targets=data.targets - data.targets.mean())
+    options = _options(problem, comm, batch_size=batch_size, epochs=1, seed=seed)
+    trained = train(problem, options, comm=comm, start=Start())
+    b = min(batch_size, problem.rows, _EMULATED_ROWS)
+    s = max(1, min(_EMULATED_STEPS, _EMULATED_ROWS // b, problem.rows // b))
+    rows = batch_order(problem.rows, b, 1, order="shuffled", seed=seed)[: s * b]
+    block = to_host(problem.features[rows])
+    step = OuterStep(
+        rows=np.asarray(block.toarray() if hasattr(block, "toarray") else block, dtype=np.float64),
+        targets=problem.targets[rows],
+        weights=trained.weights.astype(np.float64),
+        rates=options.schedule.rates(trained.steps + 1, s),
+        objective=problem.objective,
+    )
+    return {"s": s, "batch_size": b, **compare_errors(step, policies)}
+
+
+def _read_precision(precision: str, on_risk: OnRisk | None) -> tuple[PrecisionPolicy, OnRisk | None]:
+    """The policy to start from, and what the guard does on a risk; None asks no guard."""
+    if precision == "auto":
+        return find_policy("recipe"), on_risk or "fallback"
+    return find_policy(precision), on_risk
 
 
 def time_runs(

@@ -3,14 +3,17 @@
 It shows what a precision choice does apart from any hardware, and checks the bounds of `casgd.bounds`.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.bounds import ExactStep, OuterStep, solve_exactly
+from precision_time.casgd.bounds import ExactStep, OuterStep, bound_policy, solve_exactly, worst_propagation
+from precision_time.casgd.errors import InputError
 from precision_time.casgd.precision import CHOICES, POLICIES, PrecisionPolicy, round_to
 
-__all__ = ["emulate_outer_step", "isolate_choice", "measure_errors", "rounding_error"]
+__all__ = ["compare_errors", "emulate_outer_step", "isolate_choice", "measure_errors", "rounding_error"]
 
 
 def isolate_choice(choice: str, fmt: str) -> PrecisionPolicy:
@@ -95,3 +98,54 @@ def measure_errors(
     """`rounding_error` of each choice alone in each of ``formats``, by (choice, format)."""
     exact = solve_exactly(step)
     return {(choice, fmt): rounding_error(exact, isolate_choice(choice, fmt)) for fmt in formats for choice in CHOICES}
+
+
+def compare_errors(step: OuterStep, policies: Sequence[PrecisionPolicy]) -> dict[str, Any]:
+    """The bound of each error that ``policies`` add to one outer step, and the error measured by emulation.
+
+    JSON values. ``policies`` has a list by name: one entry for each choice that rounds, then one for all choices
+    together, whose bound is the sum of the others; ``bound`` and ``measured`` are relative to the length of the exact
+    step, ||Y^T c||, None if a number left the range of the format. ``propagation``: ||K||_inf, by how much an error of
+    a margin grows within the step, and ``worst_propagation``, what it may be at worst (None: no limit).
+
+    Raises:
+        InputError: no policy rounds anything: all formats are fp64, which errors are measured against.
+    """
+    formats = sorted({fmt for policy in policies for fmt in policy.formats.values()} - {"fp64"})
+    if not formats:
+        raise InputError(
+            "there is no rounding error to bound",
+            got=", ".join(policy.name for policy in policies),
+            expected="a precision with formats below fp64, which errors are measured against",
+        )
+    exact = solve_exactly(step)
+    with np.errstate(over="ignore", invalid="ignore"):
+        measured = measure_errors(step, formats=formats)
+        studied = {policy.name: _compare_policy(exact, policy, measured) for policy in policies}
+    return {
+        "propagation": float(exact.propagation.sum(axis=1).max()),
+        "worst_propagation": _finite(worst_propagation(step)),
+        "policies": studied,
+    }
+
+
+def _compare_policy(
+    exact: ExactStep, policy: PrecisionPolicy, measured: Mapping[tuple[str, str], float]
+) -> list[dict[str, Any]]:
+    bounds = bound_policy(exact, policy)
+    rows = [
+        (choice, fmt, bounds.parts[choice], measured[choice, fmt])
+        for choice, fmt in policy.formats.items()
+        if fmt != "fp64"
+    ]
+    rows.append(("all", "", bounds.plain_sum, rounding_error(exact, policy)))
+    names = ("choice", "format", "bound", "measured")
+    unit = bounds.step_norm
+    return [
+        dict(zip(names, (choice, fmt, _finite(bound / unit), _finite(error / unit)), strict=True))
+        for choice, fmt, bound, error in rows
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -17,7 +17,9 @@ from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, PrecisionPolicy
 from precision_time.casgd.problem import Options, Problem
 
-__all__ = ["Verdict", "choose_policy"]
+__all__ = ["OnRisk", "Verdict", "choose_policy", "fallbacks"]
+
+OnRisk = Literal["fallback", "warn", "raise"]
 
 # |dL| / L of a single run against FP32, when the last step is em times half the stability limit: 0.4 em sqrt(relative
 # excess). Worst of 6 seeds on synthetic linear data (n = 32, s = b = 16, 3 epochs, R^2 0.946 to 0.9996, policies recipe
@@ -78,12 +80,10 @@ def _raise_to(policy: PrecisionPolicy, fmt: str) -> PrecisionPolicy:
     return policy.replace(name=f"{policy.name}, {fmt} at least", **coarse)
 
 
-def _candidates(policy: PrecisionPolicy) -> list[PrecisionPolicy]:
-    """``policy`` and what to fall back to: bf16 -> fp16 -> fp32."""
-    found = [policy]
-    if "bf16" in policy.formats.values():
-        found.append(_raise_to(policy, "fp16"))
-    return [*found, _raise_to(policy, "fp32")]
+def fallbacks(policy: PrecisionPolicy) -> list[PrecisionPolicy]:
+    """``policy``, and the policies to fall back to: bf16 -> fp16 -> fp32."""
+    finer = ["fp16", "fp32"] if "bf16" in policy.formats.values() else ["fp32"]
+    return [policy, *(_raise_to(policy, fmt) for fmt in finer)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +296,7 @@ def choose_policy(
     options: Options,
     *,
     comm: Any = None,
-    on_risk: Literal["fallback", "warn", "raise"] = "fallback",
+    on_risk: OnRisk = "fallback",
     largest_excess: float = 0.005,
     weights: np.ndarray | None = None,
     intercept: float = 0.0,
@@ -334,7 +334,7 @@ def choose_policy(
     columns = ranks.gather(problem.columns)
     check_accumulators(policy, columns=max(columns), block_rows=options.s * options.batch_size)
     rows = min(problem.rows, sample_rows or _rows_wanted(sum(columns)))
-    candidates = _candidates(policy)
+    candidates = fallbacks(policy)
     seen = _look(
         problem, options, ranks, columns_of_all=sum(columns), formats={one.x_storage for one in candidates}, rows=rows,
         start=None if weights is None else (weights, intercept),

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from precision_time.casgd.arrays import DenseFeatures, library_of, store_features
 from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.guard import Verdict, choose_policy
+from precision_time.casgd.guard import OnRisk, Verdict, choose_policy
 from precision_time.casgd.precision import ROUNDOFF, PrecisionPolicy, find_policy
 from precision_time.casgd.problem import Options, Problem, Solution, Start
 from precision_time.casgd.training import train
@@ -27,7 +26,7 @@ class GuardSettings:
     epochs: of the whole run, whose last step counts.
     """
 
-    on_risk: Literal["fallback", "warn", "raise"]
+    on_risk: OnRisk
     largest_excess: float
     own_steps: bool
     epochs: int

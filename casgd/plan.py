@@ -9,14 +9,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from precision_time.casgd.communicator import OneProcess, check_agreement
 from precision_time.casgd.costs import Costs, Sample, fit_costs
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.guard import choose_policy
+from precision_time.casgd.guard import OnRisk, choose_policy
 from precision_time.casgd.mpi import find_communicator
 from precision_time.casgd.precision import PrecisionPolicy
 from precision_time.casgd.probes import Probes
@@ -87,7 +87,7 @@ def plan(
     options: Options,
     *,
     comm: Any = None,
-    on_risk: Literal["fallback", "warn", "raise"] | None = None,
+    on_risk: OnRisk | None = None,
     largest_s: int = 64,
     memory_bytes: int = 2**28,
     outer_steps: int = 20,

@@ -1,7 +1,7 @@
 """From data and a few numbers to a trained model: the start, the step sizes, s, and the run."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +11,8 @@ from precision_time.casgd.communicator import Communicator, OneProcess
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.objectives import Objective
+from precision_time.casgd.plan import Plan, plan
 from precision_time.casgd.problem import Options, Problem, Schedule, Solution, Start
-
-if TYPE_CHECKING:
-    from precision_time.casgd.plan import Plan
 
 __all__ = [
     "DECAY_EPOCHS",
@@ -164,7 +162,7 @@ def make_schedule(kind: str, *, eta0: float, power_t: float, steps_per_epoch: in
     return Schedule(kind=kind, eta0=eta0, power_t=power_t, alpha=1 / (eta0 * horizon), t0=horizon)
 
 
-def choose_s(problem: Problem, options: Options, *, s: int | str, comm: Communicator) -> tuple[int, "Plan | None"]:
+def choose_s(problem: Problem, options: Options, *, s: int | str, comm: Communicator) -> tuple[int, Plan | None]:
     """The steps between two communications: as asked, or the planner's; 1 on one process without asking it.
 
     The planner may take a twentieth of what ``options.epochs`` epochs are expected to take.
@@ -173,8 +171,6 @@ def choose_s(problem: Problem, options: Options, *, s: int | str, comm: Communic
         return int(s), None
     if isinstance(comm, OneProcess):
         return 1, None
-    from precision_time.casgd.plan import plan
-
     made = plan(problem, options, comm=comm, budget_share=_PLANNING_SHARE)
     return made.s, made
 

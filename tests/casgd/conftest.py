@@ -1,5 +1,6 @@
 """Fixtures of the solver's tests: ranks emulated by threads of this process, and small problems of the three kinds."""
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from precision_time.casgd.communicator import to_json
 from precision_time.casgd.objectives import LOGISTIC, OBJECTIVES, SQUARED
 from precision_time.casgd.problem import Problem
 
@@ -33,7 +35,7 @@ class ThreadRank:
         return
 
     def gather(self, value: object) -> list[Any]:
-        return self._exchange(value)
+        return [json.loads(text) for text in self._exchange(to_json(value))]
 
     def barrier(self) -> None:
         self._shared.barrier.wait()

@@ -261,7 +261,7 @@ def test_probes_that_were_no_good_are_told(diabetes: Any, ranks: Any, monkeypatc
     def busy(*given: Any, **named: Any) -> Any:
         return replace(plan(*given, **named), warning="costs miss the probes by 40%")
 
-    monkeypatch.setattr("precision_time.casgd.plan.plan", busy)
+    monkeypatch.setattr("precision_time.casgd.training.plan", busy)
     with pytest.warns(UserWarning, match="s=1: costs miss the probes by 40%"):
         ranks(lambda comm: CASGDRegressor(precision="fp32", tol=None, max_iter=2, comm=comm).fit(*diabetes), 2)
 

@@ -13,6 +13,11 @@ import pytest
 from sklearn.datasets import load_breast_cancer, load_diabetes
 
 from precision_time.__main__ import run
+from precision_time.casgd.command_data import read_data
+from precision_time.casgd.command_runs import bound_errors
+from precision_time.casgd.communicator import OneProcess
+from precision_time.casgd.errors import InputError
+from precision_time.casgd.precision import CHOICES
 
 
 def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -152,6 +157,43 @@ def test_plan_predicts_an_epoch_and_gives_reasons(capsys: pytest.CaptureFixture[
     assert "one process" in printed
 
 
+@pytest.mark.parametrize("data", ["diabetes", "breast_cancer", "synth-poisson"])
+def test_plan_bounds_the_errors_that_it_measures(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", data, "--rows", "300", "--batch-size", "8", "--bounds"]
+    study = run_json(arguments, capsys)["bounds"]
+    assert (study["s"], study["batch_size"]) == (8, 8)
+    assert 1 <= study["propagation"] <= (study["worst_propagation"] or np.inf)
+    assert list(study["policies"]) == ["recipe", "fp16", "fp32"]
+    for errors in study["policies"].values():
+        assert [error["choice"] for error in errors] == [*CHOICES, "all"]
+        assert all(error["bound"] >= error["measured"] > 0 for error in errors)
+    rounded = {policy: errors[0] for policy, errors in study["policies"].items()}
+    assert [error["format"] for error in rounded.values()] == ["bf16", "fp16", "fp32"]
+    assert rounded["recipe"]["measured"] > 4 * rounded["fp16"]["measured"] > 1e3 * rounded["fp32"]["measured"]
+    assert run(["glm", *arguments, "--precision", "paper"]) == 0
+    _, header, *rows = capsys.readouterr().out.partition("relative error")[2].splitlines()
+    assert header.split() == ["precision", "rounding", "format", "bound", "measured"]
+    assert [row.split()[:2] for row in rows] == [["paper", choice] for choice in (*CHOICES, "all")]
+
+
+def test_bounds_on_several_ranks_are_refused() -> None:
+    ranks = OneProcess()
+    ranks.size = 2
+    data = read_data("diabetes", comm=OneProcess())
+    with pytest.raises(InputError, match="bounds need all columns in one process; got: 2 ranks"):
+        bound_errors(data, comm=ranks, alpha=0.0, batch_size=8, precision="auto", seed=0)
+
+
+def test_a_number_beyond_the_format_has_no_measured_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "large.svm"
+    path.write_text("".join(f"{row % 2} 1:{1e5 + row} 2:{row % 7}\n" for row in range(64)), encoding="ascii")
+    arguments = ["plan", str(path), "--n-features", "2", "--as-is", "--bounds"]
+    study = run_json(arguments, capsys)["bounds"]
+    assert study["policies"]["fp16"][0]["measured"] is None
+    assert run(["glm", *arguments]) == 0
+    assert "out of range" in capsys.readouterr().out
+
+
 def test_bench_shows_fewer_sums_and_the_same_loss(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "synth-squared", "--rows", "640", "--s", "1", "--s", "8", "--batch-size", "16",
                  "--precision", "fp32", "--repeats", "1", "--delay-us", "20"]  # fmt: skip
@@ -177,6 +219,8 @@ def test_bench_shows_fewer_sums_and_the_same_loss(capsys: pytest.CaptureFixture[
         (["fit", "diabetes", "--eta0", "1000", "--learning-rate", "constant", "--precision", "fp32"], "diverged"),
         (["bench", "diabetes", "--s", "0"], "s is not usable"),
         (["plan", "diabetes", "--delay-us", "nan"], "delay"),
+        (["plan", "diabetes", "--bounds", "--precision", "fp8"], "unknown precision policy"),
+        (["plan", "diabetes", "--bounds", "--precision", "fp64"], "no rounding error to bound"),
     ],
 )
 def test_bad_input_ends_with_2_and_one_json_line(

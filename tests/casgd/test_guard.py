@@ -1,9 +1,6 @@
 """The guard: what rounding is predicted to cost, and the policy chosen because of it."""
 
-import json
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,50 +14,6 @@ from precision_time.casgd.guard import Verdict, choose_policy
 from precision_time.casgd.objectives import LOGISTIC, OBJECTIVES, POISSON, SQUARED
 from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, round_to
 from precision_time.casgd.problem import Options, Problem, Schedule
-
-
-class TwoThreads:
-    """A communicator between the threads of one process, for as many ranks as share ``board``."""
-
-    def __init__(self, rank: int, size: int, board: dict) -> None:
-        self.rank, self.size, self.reductions, self._board = rank, size, 0, board
-
-    def _exchange(self, value):
-        self._board[self.rank] = value
-        self._board["barrier"].wait(10)
-        values = [self._board[rank] for rank in range(self.size)]
-        self._board["barrier"].wait(10)
-        return values
-
-    def sum(self, buffer):
-        self.reductions += 1
-        buffer[...] = sum(self._exchange(buffer.copy()))
-
-    def start_sum(self, buffer):
-        raise NotImplementedError
-
-    def gather(self, value):
-        return json.loads(json.dumps(self._exchange(value)))
-
-    def barrier(self):
-        self._exchange(None)
-
-    def abort(self, message):
-        raise RuntimeError(message)
-
-
-def on_ranks(size, function):
-    """``function(rank, comm)`` on each rank: its result, or the exception it raised."""
-    board = {"barrier": threading.Barrier(size)}
-
-    def run(rank):
-        try:
-            return function(rank, TwoThreads(rank, size, board))
-        except InputError as error:
-            return error
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
 
 
 def interpolating(noise, *, m=4096, n=64, seed=0):
@@ -407,16 +360,16 @@ def test_one_hot_columns_never_ask_for_more_than_bf16():
 
 
 @pytest.mark.parametrize("noise", [1.0, 0.1, 0.001])
-def test_ranks_that_own_columns_agree_with_one_process(noise):
+def test_ranks_that_own_columns_agree_with_one_process(noise, ranks):
     x, y = interpolating(noise, m=1000, n=30)
     alone = judge(x, y)
 
-    def ask(rank, comm):
-        given = x[:, :20] if rank == 0 else x[:, 20:]
+    def ask(comm):
+        given = x[:, :20] if comm.rank == 0 else x[:, 20:]
         verdict = judge(x, y, given=given, comm=comm)
         return verdict, comm.reductions
 
-    (first, sums), (second, _) = on_ranks(2, ask)
+    (first, sums), (second, _) = ranks(ask, 2)
     assert first == second
     assert sums == 2
     assert first.policy == alone.policy
@@ -424,26 +377,28 @@ def test_ranks_that_own_columns_agree_with_one_process(noise):
     assert first.warnings == alone.warnings
 
 
-def test_overflow_on_one_rank_is_known_to_all():
+def test_overflow_on_one_rank_is_known_to_all(ranks):
     x, y = interpolating(1.0, m=300, n=10)
     x[7, 9] = 1e5
 
-    def ask(rank, comm):
-        return judge(x, y, given=x[:, 5 * rank : 5 * rank + 5], policy="fp16", comm=comm)
+    def ask(comm):
+        return judge(x, y, given=x[:, 5 * comm.rank : 5 * comm.rank + 5], policy="fp16", comm=comm)
 
-    for verdict in on_ranks(2, ask):
+    for verdict in ranks(ask, 2):
         assert verdict.policy == POLICIES["fp32"]
         assert "100000 is beyond fp16" in verdict.warnings[0]
 
 
-def test_rank_with_nan_is_named_on_all():
+def test_rank_with_nan_is_named_on_all(ranks):
     x, y = interpolating(0.1, m=300, n=10)
     broken = x.copy()
     broken[299, 7] = np.nan
-    errors = on_ranks(2, lambda rank, comm: judge(x, y, given=broken[:, 5 * rank : 5 * rank + 5], comm=comm))
-    for error in errors:
-        assert isinstance(error, InputError)
-        assert "on rank(s) [1]" in str(error)
+
+    def ask(comm):
+        with pytest.raises(InputError, match=r"on rank\(s\) \[1\]"):
+            judge(x, y, given=broken[:, 5 * comm.rank : 5 * comm.rank + 5], comm=comm)
+
+    ranks(ask, 2)
 
 
 def test_low_accumulator_is_refused_above_its_size_with_the_bound():

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -314,55 +313,15 @@ def test_nothing_can_be_fitted_to_no_samples():
         fit_costs([])
 
 
-class PairedRanks:
-    """Two ranks in threads: what one brings to a sum or a gathering, both get."""
+def test_ranks_with_different_columns_plan_alike(ranks):
+    problem = make_problem(1024, 9)
 
-    def __init__(self) -> None:
-        self._barrier, self._brought = threading.Barrier(2), [None, None]
-
-    def rank(self, rank: int) -> Any:
-        pair = self
-
-        class Rank:
-            size, reductions = 2, 0
-
-            def gather(self, value: Any) -> list[Any]:
-                pair._brought[rank] = value
-                pair._barrier.wait(timeout=30)
-                found = list(pair._brought)
-                pair._barrier.wait(timeout=30)
-                return found
-
-            def sum(self, buffer: np.ndarray) -> None:
-                self.reductions += 1
-                buffer[...] = np.sum(self.gather(buffer.copy()), axis=0)
-
-            def start_sum(self, buffer: np.ndarray) -> Any:
-                raise NotImplementedError
-
-            def barrier(self) -> None:
-                self.gather(None)
-
-            def abort(self, message: str) -> None:
-                raise RuntimeError(message)
-
-        Rank.rank = rank
-        return Rank()
-
-
-def test_ranks_with_different_columns_plan_alike():
-    problem, pair, found = make_problem(1024, 9), PairedRanks(), {}
-
-    def work(rank: int) -> None:
-        columns = slice(0, 7) if rank else slice(7, 9)
+    def work(comm):
+        columns = slice(0, 7) if comm.rank else slice(7, 9)
         part = replace(problem, features=np.ascontiguousarray(problem.features[:, columns]))
-        found[rank] = plan(part, make_options(), comm=pair.rank(rank), largest_s=8, budget_s=0.5, outer_steps=4)
+        return plan(part, make_options(), comm=comm, largest_s=8, budget_s=0.5, outer_steps=4)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert found[0].to_dict() == found[1].to_dict()
-    assert (found[0].samples[0].columns, found[0].samples[0].features) == (7, 9)
-    assert found[0].samples[0].ranks == 2
+    first, second = ranks(work, 2)
+    assert first.to_dict() == second.to_dict()
+    assert (first.samples[0].columns, first.samples[0].features) == (7, 9)
+    assert first.samples[0].ranks == 2
