@@ -11,6 +11,7 @@ import pytest
 
 from precision_time.casgd.communicator import to_json
 from precision_time.casgd.objectives import LOGISTIC, OBJECTIVES, SQUARED
+from precision_time.casgd.probes import Probes
 from precision_time.casgd.problem import Problem
 
 
@@ -91,6 +92,22 @@ def make_problem(objective: str, m: int = 203, n: int = 23, *, seed: int = 0, **
     else:
         targets = rng.poisson(np.exp(margins / 2)).astype(float)
     return Problem(**{"features": features, "targets": targets, "objective": chosen, **more})
+
+
+@pytest.fixture
+def simulate_probes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], dict[str, float]]], None]:
+    """Probes that take the seconds of a cost model instead of running.
+
+    ``simulate_probes(parts_of)``: ``parts_of(s, b)`` are the seconds of an outer step by part.
+    """
+
+    def simulate(parts_of: Callable[[int, int], dict[str, float]]) -> None:
+        def time(_probes: Probes, s: int, b: int, _outer_steps: int) -> tuple[dict[str, float], float]:
+            return {part: seconds / s for part, seconds in parts_of(s, b).items()}, 1e-4
+
+        monkeypatch.setattr(Probes, "_time", time)
+
+    return simulate
 
 
 @pytest.fixture

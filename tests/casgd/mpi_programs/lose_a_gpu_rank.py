@@ -14,8 +14,7 @@ stand_in_cupy.install(Path(tempfile.mkdtemp(dir=sys.argv[2])))
 stand_in_cupy.DEVICE.count = 2
 stand_in_cupy.DEVICE.stuck = True  # each process has a stand-in of its own, so no sum ever ends
 
-from precision_time.casgd.nccl import NcclCommunicator  # noqa: E402
-from precision_time.casgd.training import sum_over_ranks  # noqa: E402
+from precision_time.casgd.nccl import NcclCommunicator, sum_over_ranks  # noqa: E402
 
 comm = NcclCommunicator("mpi", deadline_s=float(sys.argv[1]))
 if comm.rank == comm.size - 1:
