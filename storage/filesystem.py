@@ -20,12 +20,12 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 def open_store(url: str | Path, *, timeout_s: float | None = None) -> Store:
     """The store at a bare path or a ``file:``, ``s3://bucket/...`` or ``memory://...`` URL.
 
-    ``timeout_s`` bounds the wait for a connection to S3 and for each answer, with no second try; None leaves both to
-    the library, which waits a minute and tries again. Where ``[storage] allowed_buckets`` of the configuration file
-    lists buckets, no other is opened; which servers may be asked see ``remote.check_endpoint``.
+    ``timeout_s`` bounds the wait for a connection to S3 and for each answer, without a second try; with None the
+    library waits a minute and tries again. If ``[storage] allowed_buckets`` of the configuration file lists buckets,
+    no other bucket is opened; ``remote.check_endpoint`` says which servers are allowed.
 
     Raises ``InputError`` for every other scheme, for chained URLs (``::``), for a bucket that is not on that list,
-    and for credentials in the URL; they come from the environment.
+    and for credentials in the URL: they must come from the environment.
     """
     text = str(url)
     if not text or "\0" in text or "::" in text:
@@ -63,6 +63,6 @@ def _check_bucket(bucket: str) -> None:
 
 
 def _bad_url(text: str, expected: str) -> InputError:
-    # What stands before an @ may be a secret, and messages end in logs.
+    # The text before an @ may be a secret, and messages end up in logs.
     shown = re.sub(r"//[^/]*@", "//...@", text)[:300]
     return InputError("this place cannot be used as a store", got=repr(shown), expected=expected)

@@ -24,9 +24,9 @@ _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXI
 
 
 class Store(ABC):
-    """Files below one root. Paths are relative, with ``/`` between parts; what leaves the root is an ``InputError``.
+    """Files below one root. Paths are relative, with ``/`` between parts; to leave the root is an ``InputError``.
 
-    A write is visible whole or not at all: readers never meet half a file under its final name.
+    A write is visible whole or not at all: no reader finds half a file under its final name.
     """
 
     #: whether a network lies between this machine and the files
@@ -39,13 +39,13 @@ class Store(ABC):
     def read_bytes(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """The content of a file.
 
-        Raises ``NotFoundError``; ``IntegrityError`` for more than ``max_bytes`` or what is no plain file below the
-        root; ``StorageError`` when the place cannot be read.
+        Raises ``NotFoundError``; ``IntegrityError`` for more than ``max_bytes`` or for anything but a plain file below
+        the root; ``StorageError`` if the file cannot be read.
         """
 
     @abstractmethod
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Write a file, replacing what was there.
+        """Write a file, replacing an earlier one.
 
         Raises ``StorageFullError``, ``StorageReadOnlyError`` or ``StorageError``; then the earlier file is intact.
         """
@@ -66,7 +66,7 @@ class Store(ABC):
 
     @abstractmethod
     def total_bytes(self, prefix: str = "") -> int:
-        """The sizes of what ``list_files`` lists, together."""
+        """The total size of the files that ``list_files`` lists."""
 
     @abstractmethod
     def exists(self, path: str) -> bool:
@@ -82,10 +82,10 @@ class Store(ABC):
         self.remove(source)
 
     def check_writable(self, *, required_bytes: int = 0) -> None:
-        """Write a probe file and delete it again, and compare the free space, where it is known.
+        """Write a probe file and delete it again, and compare the free space, if it is known, with ``required_bytes``.
 
         Raises ``StorageReadOnlyError``, ``StorageFullError`` or ``StorageError``: call it before work whose result
-        has to be stored.
+        must be stored.
         """
         probe = f".tmp-probe-{uuid.uuid4().hex}"
         self.write_bytes(probe, bytes(4096))
@@ -104,7 +104,7 @@ class Store(ABC):
 
 
 def check_path(path: str) -> str:
-    """``path`` itself if it is a plain relative path; raises ``InputError`` for what could leave the root."""
+    """``path`` itself if it is a plain relative path; raises ``InputError`` for a path that could leave the root."""
     for part in path.split("/"):
         if (
             part in ("", ".", "..")
@@ -121,7 +121,7 @@ def check_path(path: str) -> str:
 
 
 def check_size(data: bytes, where: str, *, max_bytes: int | None) -> bytes:
-    """``data`` itself if it is not longer than ``max_bytes``, else ``IntegrityError``."""
+    """``data`` itself; raises ``IntegrityError`` if it is longer than ``max_bytes``."""
     if max_bytes is not None and len(data) > max_bytes:
         raise IntegrityError("this file is too large", got=f"{where}: over {max_bytes} bytes", expected="less")
     return data
@@ -133,7 +133,7 @@ def is_hidden(path: str) -> bool:
 
 
 def storage_error(error: BaseException, action: str, where: str) -> PrecisionTimeError:
-    """Our error for what the system said when ``where`` should be ``action`` (read, written, removed, ...)."""
+    """Our error for an ``error`` of the system while ``where`` was to be ``action`` (read, written, removed, ...)."""
     if isinstance(error, FileNotFoundError) and action != "written":
         return NotFoundError("there is no such file", got=where)
     number = error.errno if isinstance(error, OSError) else None

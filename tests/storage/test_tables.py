@@ -111,7 +111,7 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
 
 
 def test_names_that_are_no_identifiers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="name of a column"):
+    with pytest.raises(InputError, match="column name cannot be stored"):
         write_table(tmp_path / "t.parquet", pd.DataFrame({"my column": [1.0]}))
     assert not (tmp_path / "t.parquet").exists()
 
