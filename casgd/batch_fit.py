@@ -1,4 +1,4 @@
-"""One batch of rows: its optimum from the Gram matrix (a single sum over the ranks), and what rounding does to it."""
+"""One batch of rows: its optimum from its Gram matrix, by a single sum over the ranks, and the errors of rounding."""
 
 import math
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ __all__ = ["U_RMS", "BatchFit", "fit_batch", "margin_errors", "margin_fit"]
 #: one spacing, the significand log-uniform over [1, 2). 1.66e-3 for bf16, 2.07e-4 for fp16.
 U_RMS: Mapping[str, float] = MappingProxyType({fmt: u / math.sqrt(8 * math.log(2)) for fmt, u in ROUNDOFF.items()})
 
-# Below this fp16 numbers are 2^-24 apart, whatever their size; the other formats have the range of fp32.
+# Below this, fp16 numbers are 2^-24 apart whatever their size; the other formats have the range of fp32.
 _FP16_SMALLEST_NORMAL, _FP16_SPACING = 2.0**-14, 2.0**-24
 
-# The least ridge, times K_ii / q. For the squared loss: so small that it leaves the optimum alone and the system
-# solvable. For the others, whose scale is known, a prior under which margins have a standard deviation of 10: it keeps
-# a batch that its columns separate from sending the weights to infinity.
+# The least ridge, times K_ii / q. For the squared loss it is so small that it only makes the system solvable. For the
+# other losses, whose scale is known, it is a prior under which margins have a standard deviation of 10: it keeps the
+# weights of a separable batch finite.
 _SMALLEST_RIDGE, _PRIOR_RIDGE = 1e-7, 1e-2
-# The intercept enters as a column so large that the ridge does not reach it.
+# The intercept is a column so large that the ridge has no effect on it.
 _INTERCEPT_SCALE = 100.0
 _NEWTON_STEPS, _HALVINGS = 30, 20
 
@@ -34,7 +34,7 @@ _NEWTON_STEPS, _HALVINGS = 30, 20
 class BatchFit:
     """A model of q rows.
 
-    coefficients: a, (q,): the weights are X^T a. Empty when the weights were given.
+    coefficients: a, (q,): the weights are X^T a. Empty if the weights were given.
     margins: z, (q,).
     second: phi''(z), (q,).
     curvature: the same times the sample weights of mean 1, (q,).
@@ -93,8 +93,8 @@ def fit_batch(
     """argmin over a of mean phi(K a, y) + (l2/2) a^T K a by Newton's method, K = X X^T (q, q), targets (q,).
 
     The optimum is w = X^T a. A Newton step solves (W K + l2 I) a = W z - phi'/q, W = phi''/q, which needs no inverse of
-    K. The loss found is raised for the rows that the fit has used up: by q/(q - p), unbiased for least squares, with p
-    the effective number of parameters; by its square (generalised cross-validation) where p is above q/2.
+    K. The loss is corrected for the parameters fitted to these rows: times q/(q - p), unbiased for least squares, with
+    p the effective number of parameters; times its square (generalised cross-validation) if p is above q/2.
 
     Raises:
         InputError: shapes that do not fit.
@@ -131,7 +131,7 @@ def fit_batch(
         if before - now <= 1e-6 * abs(now):
             break
     second = objective.second(z, targets)
-    # trace of the hat matrix: 1 - ridge [(W K + ridge I)^-1]_ii summed.
+    # The trace of the hat matrix is the sum of 1 - ridge [(W K + ridge I)^-1]_ii.
     inverse = np.linalg.inv((a * second / q)[:, None] * kernel + ridge * identity)
     left = min(max(ridge * float(np.trace(inverse)) / q, 1e-12), 1.0)
     loss = max(_loss_above_saturated(z, targets, objective, a), 0.0) / (left if left >= 0.5 else left**2)
@@ -139,7 +139,7 @@ def fit_batch(
 
 
 def _squared_errors(values: np.ndarray, fmt: str) -> np.ndarray:
-    """Mean square of the rounding error of each value; zero for a value that the format holds exactly."""
+    """The mean square rounding error of each value; zero for a value that the format holds exactly."""
     squares = np.square(values) * U_RMS[fmt] ** 2
     if fmt == "fp16":
         squares = np.where(np.abs(values) < _FP16_SMALLEST_NORMAL, _FP16_SPACING**2 / 12, squares)

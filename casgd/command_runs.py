@@ -1,4 +1,4 @@
-"""What the ``precision-time glm`` commands run: one model, one plan, a table of timed runs."""
+"""The work of the ``precision-time glm`` commands: fit a model, plan, bound errors, time runs."""
 
 import math
 import os
@@ -42,9 +42,9 @@ _EMULATED_STEPS, _EMULATED_ROWS = 8, 128
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """Coefficients (n,) and an intercept for features as they came, before standardisation, and how they were found.
+    """Coefficients (n,) and intercept for the original features, before standardisation, and the settings in use.
 
-    predicted_excess: of the precision in use, NaN where the guard was not asked (``Verdict.predicted_excess``).
+    predicted_excess: of the precision in use (``Verdict.predicted_excess``); NaN if the guard was not asked.
     """
 
     objective: str
@@ -56,7 +56,7 @@ class Model:
 
 
 def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Model]:
-    """Train the estimator of the data's objective, which takes ``settings``; the report is of JSON values."""
+    """Train the estimator of the data's objective with ``settings``; returns a report of JSON values and the model."""
     from precision_time.casgd.estimators import CASGDClassifier, CASGDPoissonRegressor, CASGDRegressor
 
     kinds = {"logistic": CASGDClassifier, "squared": CASGDRegressor, "poisson": CASGDPoissonRegressor}
@@ -89,7 +89,7 @@ def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, A
         "predicted_excess": None if math.isnan(excess) else excess,
         "prefetch": bool(estimator.prefetch),
         "epochs": estimator.n_iter_,
-        "converged": not any(issubclass(one.category, NotConvergedWarning) for one in caught),
+        "converged": not any(issubclass(warning.category, NotConvergedWarning) for warning in caught),
         "loss": float(estimator.loss_curve_[-1]),
         "score_name": _SCORES[data.objective],
         "score": score,
@@ -98,7 +98,7 @@ def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, A
         "total_s": total_s,
         "seconds": estimator.timings_,
         "staging": explain_staging(comm),
-        "warnings": list(dict.fromkeys(str(one.message) for one in caught)),
+        "warnings": list(dict.fromkeys(str(warning.message) for warning in caught)),
         "out": None,
     }
     return report, Model(
@@ -160,9 +160,9 @@ def plan_run(
     on_risk: OnRisk | None = None,
     prefetch: bool = False,
 ) -> Plan:
-    """The planner's answer for these data; precision 'auto' is the guarded recipe.
+    """The plan for these data; precision 'auto' is the guarded recipe.
 
-    on_risk: as the guard takes it; None is 'fallback' for 'auto', and asks no guard for a named precision.
+    on_risk: as the guard takes it; None is 'fallback' for 'auto', and no guard for a named precision.
     """
     problem = data.problem(l2=alpha)
     options = _options(problem, comm, batch_size=batch_size, epochs=100, seed=seed)
@@ -236,8 +236,8 @@ def time_runs(
     """One row for each batch size, precision and s: seconds of an epoch of the slowest rank (the fastest of
     ``repeats``), speed-up and loss gap against FP32 SGD of the same batch size.
 
-    Losses are of the last iterate with the penalty, on the features before rounding. Rounds go over all runs in turn,
-    so that a slow spell of the machine meets all of them.
+    Losses are those of the last iterate with the penalty, on the features before rounding. Each round makes all runs in
+    turn, so that a slow spell of the machine affects all of them.
 
     Raises:
         InputError: a count below 1, an unknown precision, or training that diverges.
@@ -286,7 +286,7 @@ def time_runs(
 
 
 def _options(problem: Problem, comm: Communicator, *, batch_size: int, epochs: int, seed: int) -> Options:
-    """FP32 SGD with the estimators' steps."""
+    """FP32 SGD with the step sizes of the estimators."""
     smoothness = expected_smoothness(problem, batch_size=batch_size, comm=comm)
     steps = -(-problem.rows // batch_size)
     schedule = make_schedule("optimal", eta0=1 / smoothness, power_t=0.5, steps_per_epoch=steps)
@@ -294,7 +294,7 @@ def _options(problem: Problem, comm: Communicator, *, batch_size: int, epochs: i
 
 
 def _loss(problem: Problem, solution: Solution, comm: Communicator) -> float:
-    """f at the solution, with the penalty, on the features as they are: float64, the same on every rank."""
+    """f at the solution, with the penalty, on the features before rounding: float64, the same on every rank."""
     features, weights = to_host(problem.features).astype(np.float64), solution.weights.astype(np.float64)
     buffer = np.concatenate([np.asarray(features @ weights).ravel(), [float(weights @ weights)]])
     sum_over_ranks(buffer, comm=comm)

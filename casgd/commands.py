@@ -223,16 +223,18 @@ def plan(
             "on_risk": on_risk, "seed": common.seed,
         }  # fmt: skip
         study = bound_errors(data, **question) if bounds else None
-        made = plan_run(data, prefetch=common.prefetch, **question)
+        planned = plan_run(data, prefetch=common.prefetch, **question)
     if ranks.rank:
         return
     if common.as_json:
-        report = made.to_dict() | {"ranks": ranks.size} | ({} if study is None else {"bounds": study})
+        report = planned.to_dict() | {"ranks": ranks.size} | ({} if study is None else {"bounds": study})
         typer.echo(json.dumps(report, allow_nan=False))
         return
-    seconds = f"{made.seconds_per_epoch:.4g} s ({made.low_s:.4g} to {made.high_s:.4g} s at {made.level:.0%})"
-    typer.echo(f"s={made.s}, {made.policy.name}, batch size {made.batch_size}: an epoch takes {seconds}")
-    for reason in made.reasons:
+    seconds = (
+        f"{planned.seconds_per_epoch:.4g} s ({planned.low_s:.4g} to {planned.high_s:.4g} s at {planned.level:.0%})"
+    )
+    typer.echo(f"s={planned.s}, {planned.policy.name}, batch size {planned.batch_size}: an epoch takes {seconds}")
+    for reason in planned.reasons:
         typer.echo(f"  {reason}")
     if study is not None:
         _print_bounds(study)

@@ -1,15 +1,15 @@
-"""Data to solve: made-up problems with known weights, scikit-learn's built-in sets, LIBSVM files, standardisation.
+"""Data sets: made-up problems, scikit-learn's built-in sets, how to get large LIBSVM files, and standardisation.
 
 Nothing is downloaded. The three large sets that papers on this solver use are on the LIBSVM page
-(https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html);
-addresses and sizes are recalled, not re-checked::
+(https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html). Addresses and sizes are from memory, not
+re-checked::
 
     base=https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary
     curl -LO $base/epsilon_normalized.bz2   # 400 000 x 2000, dense, labels -1/+1
     curl -LO $base/SUSY.xz                  # 5 000 000 x 18, dense, labels 0/1
     curl -LO $base/HIGGS.xz                 # 11 000 000 x 28, dense, labels 0/1
 
-and are converted once, on any rank or before the job::
+They are converted once, on any rank or before the job, by column_cache.py::
 
     cache = convert_libsvm("epsilon_normalized.bz2", "epsilon", n_features=2000)
     cache = convert_libsvm("SUSY.xz", "susy", n_features=18)
@@ -70,7 +70,7 @@ def synth(objective: str, m: int, n: int, *, seed: int = 0) -> Dataset:
 
 
 def load_builtin(name: str) -> Dataset:
-    """One of the sets that come with scikit-learn, as they are (see `Standardiser`).
+    """One of the data sets that come with scikit-learn, not standardised (see `Standardiser`).
 
     breast_cancer: 569 x 30, logistic. digits: 1797 x 64, integers 0..16 divided by 16, logistic, odd digits are +1.
     diabetes: 442 x 10, squared.
@@ -96,9 +96,9 @@ def load_builtin(name: str) -> Dataset:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Standardiser:
-    """x -> (x - mean) / scale, per column: (n,) each. A rank can fit and apply it to its own columns alone.
+    """x -> (x - mean) / scale for each column, (n,) each. A rank can fit and apply it to its own columns alone.
 
-    Apply it before rounding to a low precision: a column far from zero loses its variation in the rounding of its mean.
+    Apply it before rounding to a low precision: rounding a column far from zero loses its variation.
     """
 
     mean: np.ndarray
@@ -108,8 +108,8 @@ class Standardiser:
     def fit(cls, features: Any, *, centre: bool = True) -> "Standardiser":
         """Mean and standard deviation of the columns, in float64; a constant column keeps scale 1.
 
-        With ``centre=False`` the mean is taken as 0 and the scale is the root mean square, which keeps zeros zero:
-        the only choice for sparse features, since centring would fill them. InputError for NaN and infinity.
+        With ``centre=False`` the mean is taken as 0 and the scale is the root mean square. Zeros stay zero then, which
+        sparse features need: centring would fill them. InputError for NaN and infinity.
         """
         sparse = hasattr(features, "tocsr")
         if sparse and centre:
@@ -126,20 +126,24 @@ class Standardiser:
             squares = np.bincount(entries.col, weights=entries.data.astype(np.float64) ** 2, minlength=n) / m
             mean, scale = np.zeros(n), np.sqrt(squares)
         else:
-            with np.errstate(over="ignore", invalid="ignore"):  # looked for below
+            with np.errstate(over="ignore", invalid="ignore"):  # checked below
                 mean = np.asarray(np.mean(features, axis=0, dtype=np.float64)) if centre else np.zeros(n)
                 scale = np.sqrt(np.mean(np.square(features - mean, dtype=np.float64), axis=0))
         bad = np.flatnonzero(~(np.isfinite(mean) & np.isfinite(scale)))
         if bad.size:
             raise InputError("features hold NaN, infinity or numbers too large to square", got=f"column {bad[0]}")
-        # What is left of a constant column after its mean is rounding, not variation.
+        # A constant column less its mean leaves rounding errors, not variation.
         constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
         return cls(mean=mean, scale=np.where(constant, 1.0, scale))
 
     def apply(self, features: Any) -> Any:
         """Features of the same kind and shape, standardised in float64 and rounded once to their type."""
         if features.shape[1] != self.mean.size:
-            raise InputError("other columns than those fitted", got=features.shape[1], expected=f"{self.mean.size}")
+            raise InputError(
+                "the standardiser was fitted to another number of columns",
+                got=features.shape[1],
+                expected=f"{self.mean.size}",
+            )
         if not hasattr(features, "tocsr"):
             return ((features - self.mean) / self.scale).astype(features.dtype, copy=False)
         if self.mean.any():

@@ -249,13 +249,13 @@ class MpiCommunicator:
     def gather(self, value: object) -> list[Any]:
         refuse_if_lost(self._lost)
         call = "a gathering of values"
-        mine = np.frombuffer(to_json(value), dtype=np.uint8)
+        encoded = np.frombuffer(to_json(value), dtype=np.uint8)
         lengths = np.zeros(self.size, dtype=np.int64)
-        self._finish(self._start(call, self._comm.Iallgather, np.array([mine.size], dtype=np.int64), lengths), call)
+        self._finish(self._start(call, self._comm.Iallgather, np.array([encoded.size], dtype=np.int64), lengths), call)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         text = np.empty(int(offsets[-1]), dtype=np.uint8)
         parts = (text, (lengths.tolist(), offsets[:-1].tolist()), self._mpi.BYTE)
-        self._finish(self._start(call, self._comm.Iallgatherv, (mine, self._mpi.BYTE), parts), call)
+        self._finish(self._start(call, self._comm.Iallgatherv, (encoded, self._mpi.BYTE), parts), call)
         return [json.loads(text[start:end].tobytes()) for start, end in pairwise(offsets)]
 
     def barrier(self) -> None:

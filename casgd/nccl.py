@@ -92,8 +92,8 @@ class NcclCommunicator:
                 )
 
     def _gather_places(self) -> list[tuple[str, str]]:
-        mine = [os.uname().nodename, self._cupy.cuda.Device().pci_bus_id]
-        return [(str(host), str(gpu)) for host, gpu in self._control.gather(mine)]
+        place = [os.uname().nodename, self._cupy.cuda.Device().pci_bus_id]
+        return [(str(host), str(gpu)) for host, gpu in self._control.gather(place)]
 
     def _join(self, identifier: tuple[int, ...]) -> None:
         # Connect now, under the deadline: in the first sum NCCL would wait for a lost rank without end.
@@ -197,7 +197,7 @@ def drain(comm: Communicator) -> None:
 
 
 def sum_over_ranks(buffer: np.ndarray, *, comm: Communicator) -> None:
-    """Replace ``buffer``, a host array, by its sum over the ranks; by way of the GPU where NCCL joins them."""
+    """Replace ``buffer``, a host array, by its sum over the ranks; it goes through the GPU if NCCL joins them."""
     if not isinstance(without_delay(comm), NcclCommunicator):
         comm.sum(buffer)
         return

@@ -22,9 +22,9 @@ class Objective:
     """phi(z, y), elementwise over arrays of one shape; the empirical loss is its mean over samples.
 
     loss, second: phi and phi'' in z, in the type of z.
-    derivative_into: ``(z, y, out)`` writes phi' into ``out`` (which may be z) without temporaries or warnings caught:
-        the inner loops run it under one ``numpy.errstate``.
-    smoothness: the largest phi'', None if there is none.
+    derivative_into: ``(z, y, out)`` writes phi' into ``out`` (which may be z) without temporaries. It does not silence
+        warnings: the inner loops run it under one ``numpy.errstate``.
+    smoothness: the largest phi''; None if phi'' is unbounded.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Objective:
         return f"Objective({self.name!r})"
 
     def __reduce__(self) -> tuple[Callable[[str], "Objective"], tuple[str]]:
-        return find_objective, (self.name,)  # compared by identity, so a copy must be the same object
+        return find_objective, (self.name,)  # objectives are compared by identity, so a copy must be the same object
 
 
 def _logistic_loss(z: Any, y: Any) -> np.ndarray:
@@ -68,7 +68,7 @@ def _logistic_into(z: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
 
 
 def _logistic_second(z: Any, y: Any) -> np.ndarray:
-    """sigmoid(z) (1 - sigmoid(z)), whatever y."""
+    """sigmoid(z) (1 - sigmoid(z)), independent of y."""
     e = np.exp(-np.abs(z))
     return np.asarray(e / np.square(1 + e))
 
@@ -89,7 +89,7 @@ def _squared_second(z: Any, y: Any) -> np.ndarray:
 
 
 def _poisson_loss(z: Any, y: Any) -> np.ndarray:
-    """exp(z) - y z; above the clip the exponential goes on as its tangent, which keeps the loss convex."""
+    """exp(z) - y z; above the clip the exponential continues as its tangent, which keeps the loss convex."""
     clipped = np.minimum(z, POISSON_CLIP)
     return np.asarray(np.exp(clipped) * (1 + (z - clipped)) - np.multiply(y, z))
 

@@ -28,10 +28,10 @@ class Problem:
     objective: phi.
     l2: the penalty on the weights; the intercept w0 is never penalised.
     sample_weight: a, (m,), the same on every rank; None is all ones.
-    fit_intercept: without it w0 stays where it starts.
+    fit_intercept: if false, w0 keeps its start value.
 
     Raises:
-        InputError: shapes that do not fit, labels outside the objective, numbers out of range.
+        InputError: shapes that do not fit, labels that the objective does not have, numbers out of range.
     """
 
     features: Any
@@ -79,7 +79,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Schedule:
-    """eta_t for t = 1, 2, ...; a step is one batch (in scikit-learn one sample).
+    """Step sizes eta_t for t = 1, 2, ...; a step is one batch (in scikit-learn one sample).
 
     ========== ================================
     kind        eta_t
@@ -133,17 +133,17 @@ class Options:
     """How to solve.
 
     s: steps between two communications; 1 is plain SGD. It changes the time, not the iterates (in exact arithmetic).
-    batch_size: rows of a step; above the number of rows, every step takes them all.
+    batch_size: rows of a step; above the number of rows, every step takes all rows.
     epochs: passes over the rows.
     schedule: step sizes.
     order: ``shuffled`` anew in each epoch, or ``cyclic``.
-    seed: of the shuffling, the same on every rank.
+    seed: seed of the shuffling, the same on every rank.
     policy: the precision choices, or the name of a policy.
     tol: stop when the loss of an epoch has not fallen by ``tol`` below the best for ``n_iter_no_change`` epochs;
-        None runs them all. The loss is that of the margins as the steps saw them: no data pass. Rank 0 decides.
-    earlier_losses: of the epochs of an earlier part of the run, which count for ``tol``.
-    prefetch: communicate the Gram blocks of the next outer step during this one's recurrence (two messages in place
-        of one, the large one hidden where the communicator is non-blocking).
+        None runs all epochs. The loss uses the margins of the steps, without a pass over the data. Rank 0 decides.
+    earlier_losses: losses of the epochs of an earlier part of the run, which count for ``tol``.
+    prefetch: send the Gram blocks of the next outer step during the recurrence of this one: two messages instead of
+        one, the large one hidden if the communicator is non-blocking.
 
     Raises:
         InputError: a number out of range, an unknown order.
@@ -179,7 +179,12 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts: weights of this rank's columns (None is zero), intercept, steps and epochs already done."""
+    """Where a run starts.
+
+    weights: (n_local,), of this rank's columns; None is zero.
+    intercept: w0.
+    steps, epochs: done before, for the schedule and the shuffling.
+    """
 
     weights: np.ndarray | None = None
     intercept: float = 0.0
@@ -189,15 +194,15 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solution:
-    """What a solver found.
+    """The result of a run.
 
-    weights: (n_local,), this rank's columns, in the type that holds ``policy.weights``.
+    weights: (n_local,), of this rank's columns, in the type that holds ``policy.weights``.
     intercept: w0, the same on every rank.
-    epochs, steps: done in this call.
-    loss_curve: per epoch, the weighted mean of phi over the margins as the steps saw them, without the penalty.
-    reductions: sums over ranks that this call asked for.
-    seconds: of this rank by part (:data:`PARTS`).
-    converged: stopped by ``tol``.
+    epochs, steps: done in this run.
+    loss_curve: for each epoch, the weighted mean of phi over the margins of its steps, without the penalty.
+    reductions: sums over the ranks in this run.
+    seconds: of this rank, by part (:data:`PARTS`).
+    converged: whether ``tol`` ended the run.
     """
 
     weights: np.ndarray
@@ -212,9 +217,9 @@ class Solution:
 
 
 def batch_order(m: int, batch_size: int, epoch: int, *, order: str, seed: int) -> np.ndarray:
-    """The rows of one epoch in the order in which the steps take them, (m,): batch t is [t b, (t + 1) b).
+    """The rows of one epoch in the order of the steps, (m,): batch t is [t b, (t + 1) b).
 
-    It depends neither on s nor on the number of ranks, nor (so far) on the batch size.
+    The order does not depend on s, on the number of ranks or on the batch size.
 
     Raises:
         InputError: an unknown order.

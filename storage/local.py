@@ -80,8 +80,8 @@ class LocalStore(Store):
             super().check_writable(required_bytes=required_bytes)
         finally:
             with contextlib.suppress(OSError):
-                for made in missing:
-                    os.rmdir(made)
+                for folder in missing:
+                    os.rmdir(folder)
 
     def list_files(self, prefix: str = "") -> list[str]:
         """See ``Store``. Links to folders are listed as files and not followed, so that no link stays unseen."""

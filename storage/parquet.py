@@ -75,12 +75,12 @@ def read_table(data: bytes, record: type, *, name: str = "this file") -> pa.Tabl
     check_seal(data, name)
     try:
         file = open_parquet(data)
-        found = file.schema_arrow
+        stored = file.schema_arrow
         _check_claims(file.metadata, schema, name)
-        _check_labels(found.metadata or {}, record, name)
-        _check_columns(found, schema, _defaults(record), name)
+        _check_labels(stored.metadata or {}, record, name)
+        _check_columns(stored, schema, _defaults(record), name)
         # Text is decoded as a dictionary even if the file was not written so: repeated text stays one value in memory.
-        encoded = [field.name for field in _text_fields(schema) if field.name in found.names]
+        encoded = [field.name for field in _text_fields(schema) if field.name in stored.names]
         table = open_parquet(data, read_dictionary=encoded, metadata=file.metadata).read(use_threads=False)
     except IntegrityError:
         raise
@@ -124,42 +124,42 @@ def _defaults(record: type) -> dict[str, Any]:
     }
 
 
-def _convert(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    if column.type == wanted:
+def _convert(column: pa.ChunkedArray, declared: pa.DataType) -> pa.ChunkedArray:
+    if column.type == declared:
         return column
-    if pa.types.is_dictionary(wanted) and not pa.types.is_null(column.type):
+    if pa.types.is_dictionary(declared) and not pa.types.is_null(column.type):
         plain = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
-        return plain.cast(wanted)
-    return column.cast(wanted)
+        return plain.cast(declared)
+    return column.cast(declared)
 
 
-def _check_columns(found: pa.Schema, schema: pa.Schema, defaults: dict[str, Any], name: str) -> None:
+def _check_columns(stored: pa.Schema, schema: pa.Schema, defaults: dict[str, Any], name: str) -> None:
     """Check the schemas alone, so that nothing is decoded for a file that does not fit."""
-    repeated = {column for column in found.names if found.names.count(column) > 1}
+    repeated = {column for column in stored.names if stored.names.count(column) > 1}
     for problem, columns in (
         ("has a column twice", repeated),
-        ("has an unknown column", set(found.names) - set(schema.names)),
+        ("has an unknown column", set(stored.names) - set(schema.names)),
     ):
         if columns:
             raise IntegrityError(
                 f"{name} {problem}", got=", ".join(sorted(columns))[:300], expected="the columns of its schema"
             )
     for field in schema:
-        if field.name in found.names:
-            if not _is_readable_as(found.field(field.name).type, field):
-                raise _misfit(name, field, str(found.field(field.name).type))
+        if field.name in stored.names:
+            if not _is_readable_as(stored.field(field.name).type, field):
+                raise _misfit(name, field, str(stored.field(field.name).type))
         elif not field.nullable and field.name not in defaults:
             raise IntegrityError(f"{name} lacks the column {field.name}", expected=f"{field.name} of {field.type}")
 
 
-def _is_readable_as(found: pa.DataType, field: pa.Field) -> bool:
-    wanted = field.type
-    if pa.types.is_null(found):
+def _is_readable_as(stored: pa.DataType, field: pa.Field) -> bool:
+    declared = field.type
+    if pa.types.is_null(stored):
         return bool(field.nullable)
-    if pa.types.is_dictionary(wanted):
-        plain = found.value_type if pa.types.is_dictionary(found) else found
+    if pa.types.is_dictionary(declared):
+        plain = stored.value_type if pa.types.is_dictionary(stored) else stored
         return bool(pa.types.is_string(plain) or pa.types.is_large_string(plain))
-    return found == wanted or bool(pa.types.is_floating(wanted) and pa.types.is_integer(found))
+    return stored == declared or bool(pa.types.is_floating(declared) and pa.types.is_integer(stored))
 
 
 def open_parquet(data: bytes, **options: Any) -> pq.ParquetFile:

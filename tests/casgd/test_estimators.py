@@ -1,7 +1,11 @@
 """The estimators: scikit-learn's own checks, defaults that converge, and ranks and s that change no result."""
 
+import ast
+import doctest
+import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -42,6 +46,17 @@ def test_it_is_a_scikit_learn_estimator(estimator: Any, check: Any) -> None:
         check_in_a_process_with_array_api(estimator, check)
     else:
         check(estimator)
+
+
+@pytest.mark.parametrize("estimator", [CASGDClassifier, CASGDRegressor, CASGDPoissonRegressor])
+def test_every_parameter_of_an_estimator_is_documented_and_its_example_runs(estimator: Any) -> None:
+    for name, parameter in inspect.signature(estimator).parameters.items():
+        line = re.search(rf"^    {name} : .+, default=(.+)$", estimator.__doc__, re.MULTILINE)
+        assert line, name
+        assert ast.literal_eval(line[1]) == parameter.default
+    (example,) = doctest.DocTestFinder(recurse=False).find(estimator)
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def check_in_a_process_with_array_api(estimator: Any, check: Any) -> None:
