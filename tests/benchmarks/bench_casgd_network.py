@@ -159,24 +159,23 @@ def run_rank(given: argparse.Namespace) -> None:
     problem = Problem(features=x.astype(np.float32), targets=y, objective=LOGISTIC)
     options = Options(batch_size=given.batch_size, epochs=1, schedule=Schedule(eta0=1e-3))
     made = plan(problem, options, comm=comm, largest_s=32)
-    times: dict[str, list[float]] = {"sgd": [], **{str(2**k): [] for k in range(6)}}
+    times: dict[int, list[float]] = {2**k: [] for k in range(6)}
     for _ in range(3):
-        for name, found in times.items():
+        for s, measured_us in times.items():
             comm.barrier()
-            s = 1 if name == "sgd" else int(name)
             solution = run_ca_sgd(problem, replace(options, s=s), comm=comm)
-            found.append(max(comm.gather(sum(solution.seconds.values()) / solution.steps * 1e6)))
-    steps_us = {name: statistics.median(found) for name, found in times.items()}
-    best = min((2**k for k in range(6)), key=lambda s: steps_us[str(s)])
+            measured_us.append(max(comm.gather(sum(solution.seconds.values()) / solution.steps * 1e6)))
+    steps_us = {s: statistics.median(measured_us) for s, measured_us in times.items()}
+    best = min(steps_us, key=steps_us.__getitem__)
     report = {
         "sum_us": {"p10": sums[6], "median": sums[30], "p90": sums[54]},
         "planned_s": made.s,
         "alpha_us": made.alpha_s * 1e6,
         "fit_error": made.error,
         "best_s": best,
-        "above_best": steps_us[str(made.s)] / steps_us[str(best)] - 1,
-        "speedup_over_sgd": steps_us["sgd"] / steps_us[str(made.s)],
-        "step_us": {name: [min(found), steps_us[name], max(found)] for name, found in times.items()},
+        "above_best": steps_us[made.s] / steps_us[best] - 1,
+        "speedup_over_sgd": steps_us[1] / steps_us[made.s],
+        "step_us": {s: [min(measured_us), steps_us[s], max(measured_us)] for s, measured_us in times.items()},
         "predicted_step_us": made.seconds_per_epoch / made.steps_per_epoch * 1e6,
     }
     if comm.rank == 0:

@@ -20,13 +20,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from precision_time.casgd import gpu
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.communicator import OneProcess, Pending
+from precision_time.casgd.communicator import DelayedCommunicator, OneProcess, Pending
 from precision_time.casgd.kernels import SOURCE
 from precision_time.casgd.mpi import MpiCommunicator
 from precision_time.casgd.nccl import NcclCommunicator
@@ -53,6 +53,20 @@ CUT_OFF = 2.0**-23  # of a sum of squares, a column at most
 LARGEST_ITERATE_ERROR = 1e-5  # FP32 arithmetic in another order
 LARGEST_LOSS_GAPS = {"fp32": 1e-4, "recipe": 5e-3, "paper": 5e-3}
 LARGEST_ABOVE_BEST = 0.25  # of the planner's choice: probes of 20 outer steps of some 10 us are rough
+
+# A kernel that takes about so many nanoseconds: the time that a slower network would add to a sum. One thread.
+WAIT = """
+#define HAS_WAIT_NS
+extern "C" __global__ void wait_ns(unsigned long long nanoseconds) {
+#ifdef __CUDA_ARCH__
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - start < nanoseconds);
+#endif
+}
+"""
 
 
 class NotRunError(Exception):
@@ -275,43 +289,24 @@ def check_nccl() -> dict[str, Any]:
     return results
 
 
-class SpinCommunicator:
-    """One rank whose sums wait on the device: a network's latency, emulated. The planner takes it for a network.
-
-    All methods are written out: where Python checks a protocol it does not see what ``__getattr__`` would find.
-    """
-
-    rank = 0
-    size = 1
+class SpinCommunicator(DelayedCommunicator):
+    """One rank whose sums wait on the device, to emulate the latency of a network."""
 
     def __init__(self, delay_s: float) -> None:
         import cupy
 
-        self._inner = OneProcess()
+        super().__init__(OneProcess(), 0.0)
         self._delay_ns = np.uint64(round(delay_s * 1e9))
-        self._wait = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8")).get_function("wait_ns")
-
-    @property
-    def reductions(self) -> int:
-        return self._inner.reductions
+        self._wait = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8") + WAIT).get_function("wait_ns")
 
     def sum(self, buffer: Any) -> None:
-        self._inner.sum(buffer)
+        super().sum(buffer)
         self._wait((1,), (1,), (self._delay_ns,))
 
     def start_sum(self, buffer: Any) -> Pending:
-        pending = self._inner.start_sum(buffer)
+        pending = super().start_sum(buffer)
         self._wait((1,), (1,), (self._delay_ns,))
         return pending
-
-    def gather(self, value: object) -> list[Any]:
-        return self._inner.gather(value)
-
-    def barrier(self) -> None:
-        self._inner.barrier()
-
-    def abort(self, message: str) -> NoReturn:
-        self._inner.abort(message)
 
 
 def check_planner() -> list[dict[str, Any]]:
