@@ -95,8 +95,8 @@ def compare_fits(x: np.ndarray, y: np.ndarray, *, repeats: int) -> list[dict[str
     schedule = Schedule("optimal", 4 * eta0, alpha=1 / (4 * eta0 * steps))
 
     def ours(policy: str) -> tuple[np.ndarray, float]:
-        found = run_ca_sgd(problem, Options(batch_size=32, epochs=5, schedule=schedule, policy=policy))
-        return found.weights, found.intercept
+        solution = run_ca_sgd(problem, Options(batch_size=32, epochs=5, schedule=schedule, policy=policy))
+        return solution.weights, solution.intercept
 
     def theirs(model: Any) -> tuple[np.ndarray, float]:
         model.fit(x, y)

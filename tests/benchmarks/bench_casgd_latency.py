@@ -55,8 +55,8 @@ def emulate(delay_us: float, batch_size: int, *, repeats: int = 5) -> dict[str, 
     """us per SGD-equivalent step, the least of ``repeats`` epochs, and what the planner chose."""
     problem, options = make_problem(28), make_options(batch_size)
     comm = DelayedCommunicator(OneProcess(), delay_us * 1e-6)
-    made = plan(problem, options, comm=comm, largest_s=max(POWERS))
-    steps = made.steps_per_epoch
+    planned = plan(problem, options, comm=comm, largest_s=max(POWERS))
+    steps = planned.steps_per_epoch
     by_s = {
         s: min(wall_s(lambda s=s: run_ca_sgd(problem, replace(options, s=s), comm=comm)) for _ in range(repeats))
         / steps
@@ -68,13 +68,13 @@ def emulate(delay_us: float, batch_size: int, *, repeats: int = 5) -> dict[str, 
         "delay_us": delay_us,
         "batch_size": batch_size,
         "sgd_us": by_s[1],
-        "planned_s": made.s,
+        "planned_s": planned.s,
         "best_s": best,
-        "above_best": by_s[made.s] / by_s[best] - 1,
-        "speedup_over_sgd": by_s[1] / by_s[made.s],
-        "fit_error": made.error,
-        "predicted_epoch_s": [made.low_s, made.seconds_per_epoch, made.high_s],
-        "measured_epoch_s": by_s[made.s] * steps * 1e-6,
+        "above_best": by_s[planned.s] / by_s[best] - 1,
+        "speedup_over_sgd": by_s[1] / by_s[planned.s],
+        "fit_error": planned.error,
+        "predicted_epoch_s": [planned.low_s, planned.seconds_per_epoch, planned.high_s],
+        "measured_epoch_s": by_s[planned.s] * steps * 1e-6,
         "step_us": by_s,
     }
 
@@ -99,29 +99,29 @@ def run_rank(batch_size: int, columns: int, pairs: int) -> None:
     """One of two local ranks: s = "auto" over SGD, an epoch at a time without planning, then whole runs with it."""
     comm = MpiCommunicator(deadline_s=60.0)
     problem, options = make_problem(columns // 2, seed=comm.rank), make_options(batch_size)
-    made = plan(problem, options, comm=comm)
-    told: dict[str, Any] = {"batch_size": batch_size, "columns": columns, "planned_s": made.s}
-    told |= compare(
-        lambda: run_ca_sgd(problem, replace(options, s=made.s), comm=comm),
+    planned = plan(problem, options, comm=comm)
+    report: dict[str, Any] = {"batch_size": batch_size, "columns": columns, "planned_s": planned.s}
+    report |= compare(
+        lambda: run_ca_sgd(problem, replace(options, s=planned.s), comm=comm),
         lambda: run_ca_sgd(problem, options, comm=comm),
         comm=comm,
         pairs=pairs,
     )
-    told["with_planning"] = []
+    report["with_planning"] = []
     for epochs in LENGTHS:
-        longer, chosen = replace(options, epochs=epochs), []
+        longer, chosen_s = replace(options, epochs=epochs), []
 
-        def auto(longer: Options = longer, chosen: list[int] = chosen) -> None:
+        def auto(longer: Options = longer, chosen_s: list[int] = chosen_s) -> None:
             s, _ = choose_s(problem, longer, s="auto", comm=comm)
-            chosen.append(s)
+            chosen_s.append(s)
             run_ca_sgd(problem, replace(longer, s=s), comm=comm)
 
-        found = compare(
+        ratio = compare(
             auto, lambda longer=longer: run_ca_sgd(problem, longer, comm=comm), comm=comm, pairs=max(5, pairs // 6)
         )
-        told["with_planning"].append({"epochs": epochs, "chosen_s": chosen, **found})
+        report["with_planning"].append({"epochs": epochs, "chosen_s": chosen_s, **ratio})
     if comm.rank == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
 
 
 def run_locally(batch_size: int, columns: int, *, pairs: int = 31) -> dict[str, Any]:
@@ -141,13 +141,13 @@ def main() -> None:
     parser.add_argument("--delays-us", type=float, nargs="+", default=[0.0, 20.0, 50.0, 200.0])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--rank", type=int, nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        run_rank(*given.rank)
+    options = parser.parse_args()
+    if options.rank:
+        run_rank(*options.rank)
         return
     report = {
-        "emulated": [emulate(delay, b) for b in given.batch_sizes for delay in given.delays_us],
-        "two_local_ranks": [run_locally(b, 28) for b in given.batch_sizes],
+        "emulated": [emulate(delay, b) for b in options.batch_sizes for delay in options.delays_us],
+        "two_local_ranks": [run_locally(b, 28) for b in options.batch_sizes],
     }
     print(json.dumps(report, indent=1))
 

@@ -115,9 +115,10 @@ def run_relay(delay_s: float, ends: Sequence[int]) -> None:
                 os.write(end, packet)
 
 
-def run_ranks(given: argparse.Namespace) -> dict[str, Any]:
+def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
     """Both ranks under mpiexec, each moved into its namespace; what rank 0 printed."""
-    rank = [sys.executable, __file__, "--rank", "--batch-size", str(given.batch_size), "--columns", str(given.columns)]
+    rank = [sys.executable, __file__, "--rank"]
+    rank += ["--batch-size", str(options.batch_size), "--columns", str(options.columns)]
     enter = f'if [ "$PMI_RANK" = 0 ]; then n={NAMESPACES[0]}; else n={NAMESPACES[1]}; fi; exec ip netns exec $n "$@"'
     command = [find_mpiexec() or "mpiexec", "-n", "2", "sh", "-c", enter, "sh", *rank]
     network = {
@@ -133,11 +134,11 @@ def run_ranks(given: argparse.Namespace) -> dict[str, Any]:
     )
     if done.returncode:
         return {"error": done.stderr[-1500:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
-def run_rank(given: argparse.Namespace) -> None:
+def run_rank(arguments: argparse.Namespace) -> None:
     from precision_time.casgd.ca_sgd import run_ca_sgd
     from precision_time.casgd.mpi import MpiCommunicator
     from precision_time.casgd.objectives import LOGISTIC
@@ -149,16 +150,16 @@ def run_rank(given: argparse.Namespace) -> None:
     for _ in range(60):
         comm.barrier()
         began = time.perf_counter()
-        comm.sum(np.ones(given.batch_size, dtype=np.float32))
+        comm.sum(np.ones(arguments.batch_size, dtype=np.float32))
         # Of both ranks: the one that leaves the barrier last finds the other's words already there.
         sums.append(max(comm.gather((time.perf_counter() - began) * 1e6)))
     sums.sort()
-    half = given.columns // 2
-    x = np.random.default_rng(comm.rank).standard_normal((2048, half if comm.rank else given.columns - half))
+    half = arguments.columns // 2
+    x = np.random.default_rng(comm.rank).standard_normal((2048, half if comm.rank else arguments.columns - half))
     y = np.where(np.random.default_rng(9).random(2048) < 0.5, -1.0, 1.0)
     problem = Problem(features=x.astype(np.float32), targets=y, objective=LOGISTIC)
-    options = Options(batch_size=given.batch_size, epochs=1, schedule=Schedule(eta0=1e-3))
-    made = plan(problem, options, comm=comm, largest_s=32)
+    options = Options(batch_size=arguments.batch_size, epochs=1, schedule=Schedule(eta0=1e-3))
+    planned = plan(problem, options, comm=comm, largest_s=32)
     times: dict[int, list[float]] = {2**k: [] for k in range(6)}
     for _ in range(3):
         for s, measured_us in times.items():
@@ -169,14 +170,14 @@ def run_rank(given: argparse.Namespace) -> None:
     best = min(steps_us, key=steps_us.__getitem__)
     report = {
         "sum_us": {"p10": sums[6], "median": sums[30], "p90": sums[54]},
-        "planned_s": made.s,
-        "alpha_us": made.alpha_s * 1e6,
-        "fit_error": made.error,
+        "planned_s": planned.s,
+        "alpha_us": planned.alpha_s * 1e6,
+        "fit_error": planned.error,
         "best_s": best,
-        "above_best": steps_us[made.s] / steps_us[best] - 1,
-        "speedup_over_sgd": steps_us[1] / steps_us[made.s],
+        "above_best": steps_us[planned.s] / steps_us[best] - 1,
+        "speedup_over_sgd": steps_us[1] / steps_us[planned.s],
         "step_us": {s: [min(measured_us), steps_us[s], max(measured_us)] for s, measured_us in times.items()},
-        "predicted_step_us": made.seconds_per_epoch / made.steps_per_epoch * 1e6,
+        "predicted_step_us": planned.seconds_per_epoch / planned.steps_per_epoch * 1e6,
     }
     if comm.rank == 0:
         print(json.dumps(report), flush=True)
@@ -189,24 +190,25 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=28)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--relay", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.relay:
-        run_relay(float(given.relay[0]), [int(word) for word in given.relay[1:]])
+    options = parser.parse_args()
+    if options.relay:
+        run_relay(float(options.relay[0]), [int(word) for word in options.relay[1:]])
         return
-    if given.rank:
-        run_rank(given)
+    if options.rank:
+        run_rank(options)
         return
     obstacle = find_obstacle()
     if obstacle is not None:
         print(json.dumps({"not run": obstacle}))
         return
     results = []
-    for delay_us in given.delays_us:
+    for delay_us in options.delays_us:
         if not (math.isfinite(delay_us) and delay_us >= 0):
             parser.error("a delay is a number of microseconds, 0 or above")
         with joined_namespaces(delay_us * 1e-6):
-            results.append({"delay_us_one_way": delay_us, **run_ranks(given)})
-    print(json.dumps({"batch_size": given.batch_size, "columns": given.columns, "ranks": 2, "runs": results}, indent=1))
+            results.append({"delay_us_one_way": delay_us, **run_ranks(options)})
+    report = {"batch_size": options.batch_size, "columns": options.columns, "ranks": 2, "runs": results}
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

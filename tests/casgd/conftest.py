@@ -48,9 +48,9 @@ class ThreadRank:
     def _exchange(self, value: Any) -> list[Any]:
         self._shared.values[self.rank] = value
         self._shared.barrier.wait()
-        told = list(self._shared.values)
+        values = list(self._shared.values)
         self._shared.barrier.wait()
-        return told
+        return values
 
 
 class _Shared:
@@ -84,14 +84,14 @@ def make_problem(objective: str, m: int = 203, n: int = 23, *, seed: int = 0, **
     rng = np.random.default_rng((seed, 7))
     features = rng.normal(size=(m, n)) / np.sqrt(n)
     margins = features @ rng.normal(size=n) * 2
-    chosen = OBJECTIVES[objective]
-    if chosen is LOGISTIC:
+    loss = OBJECTIVES[objective]
+    if loss is LOGISTIC:
         targets = np.where(rng.random(m) < 1 / (1 + np.exp(-margins)), 1.0, -1.0)
-    elif chosen is SQUARED:
+    elif loss is SQUARED:
         targets = margins + 0.3 * rng.normal(size=m)
     else:
         targets = rng.poisson(np.exp(margins / 2)).astype(float)
-    return Problem(**{"features": features, "targets": targets, "objective": chosen, **more})
+    return Problem(**{"features": features, "targets": targets, "objective": loss, **more})
 
 
 @pytest.fixture

@@ -187,10 +187,10 @@ def gemm_ex(
 
 def find_compiler() -> str:
     """The C++ compiler that stands in for CUDA's: ``CXX``, g++ or clang++."""
-    found = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
+    if compiler is None:
         raise FileNotFoundError("a C++ compiler is needed (on Debian: apt-get install g++), or CXX that names one")
-    return found
+    return compiler
 
 
 @lru_cache(maxsize=32)
@@ -199,13 +199,13 @@ def compile_for_cpu(folder: Path, code: str, options: tuple[str, ...]) -> ctypes
     library = folder / f"{name}.so"
     if not library.exists():
         # Ranks share the folder, be they processes or threads.
-        own = f"{name}.{os.getpid()}.{threading.get_ident()}"
-        (folder / f"{own}.cu").write_text(code)
-        (folder / f"{own}.cpp").write_text(SHIM.read_text(encoding="utf-8"))
+        unique = f"{name}.{os.getpid()}.{threading.get_ident()}"
+        (folder / f"{unique}.cu").write_text(code)
+        (folder / f"{unique}.cpp").write_text(SHIM.read_text(encoding="utf-8"))
         command = [find_compiler(), "-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC"]
-        command += [f'-DKERNELS="{own}.cu"', *options, f"{own}.cpp", "-o", f"{own}.so"]
+        command += [f'-DKERNELS="{unique}.cu"', *options, f"{unique}.cpp", "-o", f"{unique}.so"]
         subprocess.run(command, cwd=folder, check=True)
-        (folder / f"{own}.so").replace(library)
+        (folder / f"{unique}.so").replace(library)
     return ctypes.CDLL(str(library))
 
 
@@ -221,8 +221,8 @@ def make_modules(folder: Path) -> dict[str, types.ModuleType]:
             assert threads % 32 == 0 or threads == 1
             assert threads <= 1024
             assert shared_mem <= 48 * 1024
-            packed = [_pack(one) for one in arguments]
-            pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one, _ in packed))
+            packed = [_pack(argument) for argument in arguments]
+            pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(argument) for argument, _ in packed))
             sizes = (ctypes.c_int * len(packed))(*(size for _, size in packed))
             x, y = (*block, 1)[:2]
             with _LOCK:
@@ -269,9 +269,9 @@ def make_modules(folder: Path) -> dict[str, types.ModuleType]:
     vars(cupy).update(
         __version__="a stand-in",
         RawModule=RawModule,
-        abs=lambda given: Array(np.abs(given.held)),
-        asarray=lambda given, dtype=None: Array(np.array(given, dtype=dtype)),
-        ascontiguousarray=lambda given: Array(np.ascontiguousarray(given.held)),
+        abs=lambda array: Array(np.abs(array.held)),
+        asarray=lambda array, dtype=None: Array(np.array(array, dtype=dtype)),
+        ascontiguousarray=lambda array: Array(np.ascontiguousarray(array.held)),
         cuda=cuda,
         empty=lambda shape, dtype: Array(np.full(shape, 77, dtype=dtype)),
         matmul=lambda a, b: Array((a.held.astype(np.float32) @ b.held.astype(np.float32)).astype(a.dtype)),

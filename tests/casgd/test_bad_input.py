@@ -34,12 +34,12 @@ def test_a_row_that_is_not_finite_is_named(
 ) -> None:
     fitted = CASGDClassifier(**QUICK).fit(features, labels)
     features[7, 2] = features[9, 1] = wrong
-    given = csr_array(features) if sparse else features
+    matrix = csr_array(features) if sparse else features
     expected = rf"{'NaN' if np.isnan(wrong) else 'inf'} in row 7, column 2; 2 row\(s\)"
     with pytest.raises(InputError, match=expected):
-        CASGDClassifier(**QUICK).fit(given, labels)
+        CASGDClassifier(**QUICK).fit(matrix, labels)
     with pytest.raises(InputError, match=expected):
-        fitted.predict(given)
+        fitted.predict(matrix)
 
 
 def test_features_whose_sum_overflows_are_finite_still(features: np.ndarray) -> None:
@@ -103,8 +103,8 @@ def test_more_ranks_than_columns_are_refused() -> None:
 def test_every_rank_owns_a_column_even_where_all_values_are_in_one(size: int) -> None:
     values = np.zeros((20, 7))
     values[:, 2] = 1
-    for given in (values, csr_array(values), csr_array((20, 7))):
-        shares = share_columns(given, size)
+    for matrix in (values, csr_array(values), csr_array((20, 7))):
+        shares = share_columns(matrix, size)
         assert [first for first, _ in shares[1:]] == [past for _, past in shares[:-1]]
         assert (shares[0][0], shares[-1][1], len(shares)) == (0, 7, size)
         assert all(first < past for first, past in shares)

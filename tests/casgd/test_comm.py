@@ -23,9 +23,9 @@ _spec.loader.exec_module(stand_in)
 class _Ranks(OneProcess):
     """One process that gathers what the test says the ranks hold."""
 
-    def __init__(self, told):
+    def __init__(self, values):
         super().__init__()
-        self.size, self._told = len(told), told
+        self.size, self._told = len(values), values
 
     def gather(self, value):
         assert value == self._told[0]
@@ -295,14 +295,14 @@ def test_many_ranks_that_differ_are_counted_not_listed():
     ],
 )
 def test_a_probe_that_crashes_fails_or_hangs_means_not_gpu_aware(program, reason):
-    found = probe_gpu_awareness(program, timeout_s=0.5 if "sleep" in program else 30)
-    assert found.aware is False
-    assert reason in found.reason
+    awareness = probe_gpu_awareness(program, timeout_s=0.5 if "sleep" in program else 30)
+    assert awareness.aware is False
+    assert reason in awareness.reason
 
 
 def test_a_probe_is_believed_when_it_says_so():
-    found = probe_gpu_awareness('print(\'noise\'); print(\'{"aware": true, "reason": "it works"}\')')
-    assert (found.aware, found.reason) == (True, "it works")
+    awareness = probe_gpu_awareness('print(\'noise\'); print(\'{"aware": true, "reason": "it works"}\')')
+    assert (awareness.aware, awareness.reason) == (True, "it works")
 
 
 def test_a_probe_does_not_take_itself_for_a_rank_of_the_running_job(monkeypatch):

@@ -36,11 +36,11 @@ def _run_ranks(program, *arguments, ranks=2, timeout_s=60, options=(), wrapper=(
 def _orphans(program, *, wait_s=10.0):
     """Ranks of the program that still run ``wait_s`` seconds after mpiexec, which does not wait for those it ends."""
     until_s = time.monotonic() + wait_s
-    while found := [path for path in Path("/proc").glob("[0-9]*/cmdline") if _runs(path, program)]:
+    while running := [path for path in Path("/proc").glob("[0-9]*/cmdline") if _runs(path, program)]:
         if time.monotonic() > until_s:
             break
         time.sleep(0.02)
-    return found
+    return running
 
 
 def _runs(cmdline, program):
@@ -121,35 +121,35 @@ def test_one_rank_equals_two_ranks(solved):
     # the sum over ranks differs by single roundings of the margins or of the Gram blocks.
     allowed = {"fp64": 1e-14, "fp32": 1e-6, "recipe": 1e-6, "paper": 1e-3, "fp16": 1e-5, "bf16-gram": 1e-3}
     assert len(solved) == 23
-    for each in solved:
-        bound = allowed[each["case"][-1]]
-        assert each["difference"] <= bound, each
-        assert each["intercept_difference"] <= bound, each
-        assert each["intercepts_equal"], each
+    for case in solved:
+        bound = allowed[case["case"][-1]]
+        assert case["difference"] <= bound, case
+        assert case["intercept_difference"] <= bound, case
+        assert case["intercepts_equal"], case
 
 
 def test_there_is_exactly_one_reduction_per_outer_step(solved):
-    for each in solved:
-        assert each["calls"] == each["reductions"] == each["outer_steps"], each
+    for case in solved:
+        assert case["calls"] == case["reductions"] == case["outer_steps"], case
 
 
 def test_ranks_that_differ_are_named_to_every_rank():
     done = _run_ranks("disagree.py", json.dumps({"s": 4, "rows": 999}))
     assert done.returncode == 0, done.stderr
-    told = done.stdout.strip().splitlines()
-    assert len(told) == 2
-    assert told[0] == told[1]
-    assert "rank 1 has rows=999 where the others have 1000" in told[0]
-    assert "rank 1 has s=4 where the others have 8" in told[0]
+    messages = done.stdout.strip().splitlines()
+    assert len(messages) == 2
+    assert messages[0] == messages[1]
+    assert "rank 1 has rows=999 where the others have 1000" in messages[0]
+    assert "rank 1 has s=4 where the others have 8" in messages[0]
 
 
 def test_the_solver_names_what_ranks_differ_in_before_it_sends_anything():
     differences = ["s", "batch_size", "seed", "policy", "rows", "targets"]
     done = _run_ranks("solve_apart.py", *differences)
     assert done.returncode == 0, done.stderr
-    for what, line in zip(differences, done.stdout.strip().splitlines(), strict=True):
-        assert line.startswith(f"{what}: the ranks do not agree; got: rank 1 has "), line
-        assert what in line.partition("got:")[2]
+    for value, line in zip(differences, done.stdout.strip().splitlines(), strict=True):
+        assert line.startswith(f"{value}: the ranks do not agree; got: rank 1 has "), line
+        assert value in line.partition("got:")[2]
 
 
 @pytest.mark.faults

@@ -138,16 +138,16 @@ def test_one_changed_byte_in_any_file_of_a_cache_is_found(tmp_path, layout):
     _write_libsvm(tmp_path / "a.txt", m=30)
     convert_libsvm(tmp_path / "a.txt", tmp_path / "cache", n_features=11, layout=layout, blocks=2)
     for path in sorted((tmp_path / "cache").iterdir()):
-        kept = path.read_bytes()
-        flipped = bytearray(kept)
-        flipped[len(kept) // 2] ^= 1
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
         path.write_bytes(flipped)
         with pytest.raises(InputError, match=r"damaged|no cache"):
             _read_all(tmp_path / "cache")
-        path.write_bytes(kept[:-1])
+        path.write_bytes(content[:-1])
         with pytest.raises(InputError, match=r"damaged|no cache"):
             _read_all(tmp_path / "cache")
-        path.write_bytes(kept)
+        path.write_bytes(content)
     _read_all(tmp_path / "cache")
 
 
@@ -182,8 +182,8 @@ def test_labels_of_other_classes_are_refused_with_the_classes_found(tmp_path, la
     (tmp_path / "a.txt").write_text("".join(f"{label} 1:1\n" for label in labels))
     with pytest.raises(InputError, match="two classes"):
         convert_libsvm(tmp_path / "a.txt", tmp_path / "cache", n_features=1)
-    kept = convert_libsvm(tmp_path / "a.txt", tmp_path / "numbers", n_features=1, labels="numbers")
-    assert kept.targets().tolist() == labels
+    cache = convert_libsvm(tmp_path / "a.txt", tmp_path / "numbers", n_features=1, labels="numbers")
+    assert cache.targets().tolist() == labels
 
 
 def test_an_empty_file_is_refused(tmp_path):

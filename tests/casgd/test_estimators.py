@@ -103,14 +103,14 @@ def penalised_loss(estimator: Any, kind: str, features: np.ndarray, targets: np.
 
 def share_left(fitted: Any, optimum: Any, kind: str, features: np.ndarray, targets: np.ndarray, alpha: float) -> float:
     """How much of what there is to explain, from the best constant to the optimum, a fit has left."""
-    found, least = (penalised_loss(one, kind, features, targets, alpha) for one in (fitted, optimum))
+    reached, least = (penalised_loss(model, kind, features, targets, alpha) for model in (fitted, optimum))
     constant = clone(fitted)
     constant.coef_, share = np.zeros_like(fitted.coef_), targets.mean()
     if kind == "squared":
         constant.intercept_ = share
     else:
         constant.intercept_ = np.log(share / (1 - share) if kind == "logistic" else share)
-    return (found - least) / (penalised_loss(constant, kind, features, targets, alpha) - least)
+    return (reached - least) / (penalised_loss(constant, kind, features, targets, alpha) - least)
 
 
 OPTIMA = [
@@ -128,10 +128,10 @@ def test_defaults_converge_within_4_percent_of_the_optimum_on_standardised_data(
     targets = np.round(targets / 10) if kind == "poisson" else targets
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # NotConvergedWarning
-        found = ours(random_state=0).fit(features, targets)
-    assert found.n_iter_ < 200
+        fitted = ours(random_state=0).fit(features, targets)
+    assert fitted.n_iter_ < 200
     optimum = best(len(targets) * 1e-4).fit(features, targets)
-    assert share_left(found, optimum, kind, features, targets, 1e-4) < 0.04
+    assert share_left(fitted, optimum, kind, features, targets, 1e-4) < 0.04
 
 
 @pytest.mark.parametrize("batch_size", [8, 32, 128])
@@ -141,10 +141,10 @@ def test_a_stronger_penalty_converges_within_3_percent_at_any_batch_size(
 ) -> None:
     features, targets = cancer if kind == "logistic" else diabetes
     targets = np.round(targets / 10) if kind == "poisson" else targets
-    found = ours(alpha=1e-2, batch_size=batch_size, random_state=0).fit(features, targets)
-    assert found.n_iter_ < 200
+    fitted = ours(alpha=1e-2, batch_size=batch_size, random_state=0).fit(features, targets)
+    assert fitted.n_iter_ < 200
     optimum = best(len(targets) * 1e-2).fit(features, targets)
-    assert share_left(found, optimum, kind, features, targets, 1e-2) < 0.03
+    assert share_left(fitted, optimum, kind, features, targets, 1e-2) < 0.03
 
 
 def test_s_changes_no_result(cancer: Any) -> None:
@@ -206,8 +206,8 @@ def test_sparse_and_dense_features_give_the_same_model(cancer: Any) -> None:
     features, labels = cancer
     features = np.where(np.abs(features) > 1, features, 0)
     dense, sparse = (
-        CASGDClassifier(precision="fp64", max_iter=3, tol=None, random_state=0).fit(given, labels)
-        for given in (features, csr_array(features))
+        CASGDClassifier(precision="fp64", max_iter=3, tol=None, random_state=0).fit(matrix, labels)
+        for matrix in (features, csr_array(features))
     )
     np.testing.assert_allclose(sparse.coef_, dense.coef_, rtol=1e-11)
     np.testing.assert_allclose(sparse.predict_proba(csr_array(features)), dense.predict_proba(features), rtol=1e-11)
@@ -233,10 +233,10 @@ def test_two_ranks_find_what_one_finds_and_both_know_all_of_it(
     alone = CASGDClassifier(**settings).fit(features, labels)
 
     def work(comm: Any) -> Any:
-        own = features[:, slice(0, 11) if comm.rank == 0 else slice(11, 30)] if column_block else features
-        given = csr_array(own) if sparse else own
-        fitted = CASGDClassifier(**settings, comm=comm, column_block=column_block).fit(given, labels)
-        return fitted, fitted.predict_proba(given)
+        columns = features[:, slice(0, 11) if comm.rank == 0 else slice(11, 30)] if column_block else features
+        matrix = csr_array(columns) if sparse else columns
+        fitted = CASGDClassifier(**settings, comm=comm, column_block=column_block).fit(matrix, labels)
+        return fitted, fitted.predict_proba(matrix)
 
     for fitted, probability in ranks(work, 2):
         np.testing.assert_allclose(fitted.coef_, alone.coef_, rtol=1e-10)
@@ -273,8 +273,8 @@ def test_planning_stays_within_its_share_of_a_short_training(diabetes: Any, rank
 
 
 def test_probes_that_were_no_good_are_told(diabetes: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(*given: Any, **named: Any) -> Any:
-        return replace(plan(*given, **named), warning="costs miss the probes by 40%")
+    def busy(*arguments: Any, **named: Any) -> Any:
+        return replace(plan(*arguments, **named), warning="costs miss the probes by 40%")
 
     monkeypatch.setattr("precision_time.casgd.training.plan", busy)
     with pytest.warns(UserWarning, match="s=1: costs miss the probes by 40%"):
@@ -336,10 +336,10 @@ def test_bad_data_on_one_rank_end_the_others_at_once(diabetes: Any, ranks: Any) 
     features, targets = diabetes
 
     def work(comm: Any) -> Any:
-        own = features[:, :5].copy() if comm.rank == 0 else features[:, 5:]
-        own[3, 0] = np.nan if comm.rank == 0 else own[3, 0]
+        columns = features[:, :5].copy() if comm.rank == 0 else features[:, 5:]
+        columns[3, 0] = np.nan if comm.rank == 0 else columns[3, 0]
         with pytest.raises(InputError, match="NaN in row 3, column 0") as caught:
-            CASGDRegressor(comm=comm, column_block=True).fit(own, targets)
+            CASGDRegressor(comm=comm, column_block=True).fit(columns, targets)
         return str(caught.value)
 
     first, second = ranks(work, 2)
@@ -361,8 +361,8 @@ def test_the_guard_leaves_easy_data_in_bf16_and_falls_back_on_nearly_exact_data(
         hard = CASGDRegressor(random_state=0, max_iter=20, tol=None).fit(features, targets)
     assert hard.precision_.name in ("fp16", "fp32")
     with pytest.warns(PrecisionWarning):
-        kept = CASGDRegressor(random_state=0, max_iter=2, tol=None, precision="recipe").fit(features, targets)
-    assert kept.precision_.name == "recipe"
+        warned = CASGDRegressor(random_state=0, max_iter=2, tol=None, precision="recipe").fit(features, targets)
+    assert warned.precision_.name == "recipe"
 
 
 def test_too_few_epochs_are_told(diabetes: Any) -> None:

@@ -70,13 +70,13 @@ def test_the_written_coefficients_are_in_the_units_of_the_data(
     report = run_json(["fit", "diabetes", how, "--out", str(out)], capsys)
     with np.load(out, allow_pickle=False) as model:
         coef, intercept, objective = model["coef"], float(model["intercept"]), str(model["objective"])
-        chosen = str(model["precision"]), int(model["s"]), float(model["predicted_excess"])
+        settings = str(model["precision"]), int(model["s"]), float(model["predicted_excess"])
     features, targets = load_diabetes(return_X_y=True)
     residuals = targets - features @ coef - intercept
     assert 1 - residuals.var() / targets.var() - (residuals.mean() ** 2) / targets.var() == pytest.approx(
         report["score"], abs=1e-4
     )
-    assert chosen == (report["precision"], report["s"], report["predicted_excess"])
+    assert settings == (report["precision"], report["s"], report["predicted_excess"])
     assert objective == "squared"
     assert [path.name for path in tmp_path.iterdir()] == ["model.npz"]
 
@@ -84,11 +84,11 @@ def test_the_written_coefficients_are_in_the_units_of_the_data(
 def test_a_libsvm_file_is_cached_and_its_dense_and_sparse_models_agree(
     libsvm_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--n-features", "5", "--as-is", "--precision", "fp64"]
-    dense = run_json(["fit", str(libsvm_file), *given], capsys)
+    options = ["--n-features", "5", "--as-is", "--precision", "fp64"]
+    dense = run_json(["fit", str(libsvm_file), *options], capsys)
     again = run_json(["fit", f"{libsvm_file}.columns", "--as-is", "--precision", "fp64"], capsys)
     cache = str(libsvm_file.parent / "sparse")
-    sparse = run_json(["fit", str(libsvm_file), *given, "--sparse", "--cache", cache], capsys)
+    sparse = run_json(["fit", str(libsvm_file), *options, "--sparse", "--cache", cache], capsys)
     assert dense["score"] > 0.8
     assert dense["loss"] == again["loss"] == pytest.approx(sparse["loss"], rel=1e-6)
 
@@ -106,14 +106,14 @@ def test_an_excess_that_nobody_looked_at_is_not_a_number_in_the_file(
 
 def test_a_risk_is_what_on_risk_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     # 60 columns that are nearly enough to explain 70 rows.
-    given = ["fit", "synth-squared", "--rows", "70", "--n-features", "60", "--max-iter", "300"]
-    assert run(["glm", *given, "--on-risk", "raise", "--largest-excess", "1e-9", "--json"]) == 2
+    arguments = ["fit", "synth-squared", "--rows", "70", "--n-features", "60", "--max-iter", "300"]
+    assert run(["glm", *arguments, "--on-risk", "raise", "--largest-excess", "1e-9", "--json"]) == 2
     assert "does not suit the data" in json.loads(capsys.readouterr().err)["what"]
-    warned = run_json([*given, "--on-risk", "warn", "--largest-excess", "1e-9"], capsys)
+    warned = run_json([*arguments, "--on-risk", "warn", "--largest-excess", "1e-9"], capsys)
     assert warned["precision"] == "recipe"
     assert any("near interpolation" in text for text in warned["warnings"])
-    assert run_json([*given, "--largest-excess", "1e-9"], capsys)["precision"] == "fp32"
-    assert run_json([*given, "--largest-excess", "1e9"], capsys)["precision"] == "recipe"
+    assert run_json([*arguments, "--largest-excess", "1e-9"], capsys)["precision"] == "fp32"
+    assert run_json([*arguments, "--largest-excess", "1e9"], capsys)["precision"] == "recipe"
 
 
 def test_prefetch_doubles_the_sums_of_a_fit_and_of_a_bench(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,9 +149,9 @@ def test_a_fit_tells_why_arrays_go_through_the_host(
 
 def test_plan_predicts_an_epoch_and_gives_reasons(capsys: pytest.CaptureFixture[str], simulate_probes: Any) -> None:
     simulate_probes(lambda s, b: dict.fromkeys(PARTS, 1e-6 * s) | {"communicate": 5e-4})
-    made = run_json(["plan", "synth-logistic", "--rows", "4000", "--batch-size", "16", "--delay-us", "500"], capsys)
-    assert made["s"] == 64
-    assert made["low_s"] < made["seconds_per_epoch"] < made["high_s"]
+    report = run_json(["plan", "synth-logistic", "--rows", "4000", "--batch-size", "16", "--delay-us", "500"], capsys)
+    assert report["s"] == 64
+    assert report["low_s"] < report["seconds_per_epoch"] < report["high_s"]
     assert run(["glm", "plan", "diabetes"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("s=1, ")
@@ -198,8 +198,8 @@ def test_a_number_beyond_the_format_has_no_measured_error(capsys: pytest.Capture
 def test_bench_shows_fewer_sums_and_the_same_loss(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "synth-squared", "--rows", "640", "--s", "1", "--s", "8", "--batch-size", "16",
                  "--precision", "fp32", "--repeats", "1", "--delay-us", "20"]  # fmt: skip
-    told = run_json(arguments, capsys)
-    plain, unrolled = told["runs"]
+    report = run_json(arguments, capsys)
+    plain, unrolled = report["runs"]
     assert (plain["reductions_per_epoch"], unrolled["reductions_per_epoch"]) == (40, 5)
     assert unrolled["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert plain["speedup"] == 1
@@ -274,15 +274,15 @@ def test_two_ranks_speak_with_one_voice(tmp_path: Path) -> None:
     assert ((margins > 0) == load_breast_cancer().target).mean() == pytest.approx(report["score"])
     planned = start("plan", "synth-logistic", "--rows", "1000", "--batch-size", "16", "--json")
     assert planned.returncode == 0, planned.stderr
-    made = json.loads(planned.stdout)
-    assert made["ranks"] == made["samples"][0]["ranks"] == 2
-    assert made["samples"][0]["columns"] == 14
-    assert made["s"] in (1, 2, 4, 8, 16, 32)
+    plan = json.loads(planned.stdout)
+    assert plan["ranks"] == plan["samples"][0]["ranks"] == 2
+    assert plan["samples"][0]["columns"] == 14
+    assert plan["s"] in (1, 2, 4, 8, 16, 32)
     timed = start("bench", "synth-logistic", "--rows", "640", "--s", "1", "--s", "8", "--repeats", "1", "--json")
     assert timed.returncode == 0, timed.stderr
-    told = json.loads(timed.stdout)
-    assert told["ranks"] == 2
-    by_cell = {(run["precision"], run["s"]): run for run in told["runs"]}
+    timings = json.loads(timed.stdout)
+    assert timings["ranks"] == 2
+    by_cell = {(run["precision"], run["s"]): run for run in timings["runs"]}
     assert {cell: run["reductions_per_epoch"] for cell, run in by_cell.items()} == {
         ("fp32", 1): 40, ("fp32", 8): 5, ("recipe", 1): 40, ("recipe", 8): 5,
     }  # fmt: skip

@@ -77,8 +77,8 @@ def on_device(problem: Problem) -> Problem:
 
 
 def make_options(policy: str, **changed: Any) -> Options:
-    given = {"s": 4, "batch_size": 4, "epochs": 2, "schedule": Schedule(kind="invscaling", eta0=0.3), **changed}
-    return Options(policy=POLICIES[policy], **given)
+    settings = {"s": 4, "batch_size": 4, "epochs": 2, "schedule": Schedule(kind="invscaling", eta0=0.3), **changed}
+    return Options(policy=POLICIES[policy], **settings)
 
 
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
@@ -86,11 +86,12 @@ def make_options(policy: str, **changed: Any) -> Options:
 def test_kernels_give_the_iterates_of_the_numpy_back_end(gpu, objective, policy, tolerance):
     problem, options = make_problem(objective, l2=1e-2, weighted=True), make_options(policy)
     expected = run_ca_sgd(problem, options)
-    found = run_ca_sgd(on_device(problem), options)
-    np.testing.assert_allclose(found.weights, expected.weights, rtol=0, atol=tolerance * np.abs(expected.weights).max())
-    assert found.intercept == pytest.approx(expected.intercept, rel=tolerance, abs=tolerance)
-    np.testing.assert_allclose(found.loss_curve, expected.loss_curve, rtol=tolerance)
-    assert (found.steps, found.reductions) == (expected.steps, expected.reductions)
+    solution = run_ca_sgd(on_device(problem), options)
+    atol = tolerance * np.abs(expected.weights).max()
+    np.testing.assert_allclose(solution.weights, expected.weights, rtol=0, atol=atol)
+    assert solution.intercept == pytest.approx(expected.intercept, rel=tolerance, abs=tolerance)
+    np.testing.assert_allclose(solution.loss_curve, expected.loss_curve, rtol=tolerance)
+    assert (solution.steps, solution.reductions) == (expected.steps, expected.reductions)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,9 @@ def test_every_policy_and_shape_of_block(gpu, policy, tolerance, s, batch_size):
     """53 rows leave a shorter last batch and a shorter last block; a margin on a rounding tie may fall either way."""
     problem, options = make_problem("logistic"), make_options(policy, s=s, batch_size=batch_size, order="cyclic")
     expected = run_ca_sgd(problem, options)
-    found = run_ca_sgd(on_device(problem), options)
-    np.testing.assert_allclose(found.weights, expected.weights, rtol=0, atol=tolerance * np.abs(expected.weights).max())
+    solution = run_ca_sgd(on_device(problem), options)
+    atol = tolerance * np.abs(expected.weights).max()
+    np.testing.assert_allclose(solution.weights, expected.weights, rtol=0, atol=atol)
 
 
 def test_plain_sgd_is_one_block_and_gathers_nothing(gpu):
@@ -134,9 +136,9 @@ class ThreadRanks:
             def exchange(self, value: Any) -> list:
                 shared.brought[rank] = value
                 shared.barrier_.wait(timeout=20)
-                found = list(shared.brought)
+                values = list(shared.brought)
                 shared.barrier_.wait(timeout=20)
-                return found
+                return values
 
             def sum(self, buffer: Any) -> None:
                 self.start_sum(buffer).wait()
@@ -144,12 +146,12 @@ class ThreadRanks:
             def start_sum(self, buffer: Any) -> Any:
                 self.reductions += 1
                 shared.told[rank].append(buffer.size)
-                mine = buffer.get()
+                values = buffer.get()
                 buffer[:] = np.nan
 
                 def wait() -> None:
                     shared.told[rank].append("wait")
-                    buffer[:] = np.sum(self.exchange(mine), axis=0)
+                    buffer[:] = np.sum(self.exchange(values), axis=0)
 
                 return types.SimpleNamespace(wait=wait)
 
@@ -167,20 +169,20 @@ class ThreadRanks:
 
 def run_in_threads(work: Any, ranks: int = 2) -> list[Any]:
     """What ``work(rank)`` gives or raises in each of the threads."""
-    found: list[Any] = [None] * ranks
+    results: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
         try:
-            found[rank] = work(rank)
+            results[rank] = work(rank)
         except Exception as error:
-            found[rank] = error
+            results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    return found
+    return results
 
 
 def own_columns(problem: Problem, rank: int) -> Problem:
@@ -198,12 +200,12 @@ def test_two_ranks_hold_one_solution_after_one_sum_an_outer_step(gpu):
             run.pass_over(epoch)
         return run.finish(), run.launched
 
-    found = run_in_threads(work)
+    (first, launched), (second, _) = run_in_threads(work)
     whole = run_ca_sgd(problem, options)
-    np.testing.assert_allclose(np.concatenate([found[0][0].weights, found[1][0].weights]), whole.weights, rtol=1e-10)
-    assert found[0][0].intercept == found[1][0].intercept
-    assert found[0][0].reductions == 2 * -(-53 // 16)
-    assert tuple(found[0][1]) == gpu.LAUNCHES
+    np.testing.assert_allclose(np.concatenate([first.weights, second.weights]), whole.weights, rtol=1e-10)
+    assert first.intercept == second.intercept
+    assert first.reductions == 2 * -(-53 // 16)
+    assert tuple(launched) == gpu.LAUNCHES
     assert len(gpu.LAUNCHES) <= 6
 
 
@@ -234,16 +236,16 @@ def test_with_prefetch_the_gram_of_the_next_step_is_summed_during_the_recurrence
     def work(rank: int) -> Any:
         return run_ca_sgd(own_columns(problem, rank), options, comm=ranks.rank(rank))
 
-    found = run_in_threads(work)
+    solutions = run_in_threads(work)
     whole = run_ca_sgd(problem, options)
-    np.testing.assert_allclose(np.concatenate([one.weights for one in found]), whole.weights, rtol=1e-10)
+    np.testing.assert_allclose(np.concatenate([solution.weights for solution in solutions]), whole.weights, rtol=1e-10)
     # Blocks of 16, 16, 16 and 5 rows in batches of 4: 96 and 16 / 4 words of Gram.
     form, solve = ["gather_rows", "margins"], ["recurrence", "increment"]
     expected = [*form, 96]
     for rows, words in ((16, 96), (16, 96), (16, 4)):
         expected += ["margins", rows, *form, "wait", "wait", words, *solve]
     assert ranks.told[0] == ranks.told[1] == [*expected, "margins", 5, "wait", "wait", *solve]
-    assert found[0].reductions == run_ca_sgd(problem, options).reductions == 8
+    assert solutions[0].reductions == run_ca_sgd(problem, options).reductions == 8
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -257,12 +259,12 @@ def test_two_gpus_joined_by_nccl_hold_one_solution(gpu, monkeypatch, prefetch):
         comm = NcclCommunicator(ranks.rank(rank))
         return run_ca_sgd(own_columns(problem, rank), options, comm=comm)
 
-    found = run_in_threads(work)
+    solutions = run_in_threads(work)
     whole = run_ca_sgd(problem, options)
-    np.testing.assert_allclose(np.concatenate([one.weights for one in found]), whole.weights, rtol=1e-10)
-    assert found[0].intercept == found[1].intercept
-    assert found[0].reductions == (16 if prefetch else 8)
-    assert [told for told in ranks.told[0] if told != "wait"] == []  # all sums by NCCL, none by the control
+    np.testing.assert_allclose(np.concatenate([solution.weights for solution in solutions]), whole.weights, rtol=1e-10)
+    assert solutions[0].intercept == solutions[1].intercept
+    assert solutions[0].reductions == (16 if prefetch else 8)
+    assert [event for event in ranks.told[0] if event != "wait"] == []  # all sums by NCCL, none by the control
 
 
 class FirstOfTwo:
@@ -324,10 +326,10 @@ def test_what_stops_one_gpu_rank_is_told_to_the_others(gpu, wrong):
             part = replace(part, features=TooLarge(part.features.held))
         return run_ca_sgd(part, options, comm=ranks.rank(rank))
 
-    found = run_in_threads(work)
-    assert [type(one) for one in found] == [InputError, InputError], found
-    assert f"another rank cannot start; got: rank 1: {found[1]}" in str(found[0])
-    assert wrong in str(found[1]) or wrong == "sparse"
+    errors = run_in_threads(work)
+    assert [type(error) for error in errors] == [InputError, InputError], errors
+    assert f"another rank cannot start; got: rank 1: {errors[1]}" in str(errors[0])
+    assert wrong in str(errors[1]) or wrong == "sparse"
 
 
 def test_float64_features_are_rounded_once(gpu):
@@ -418,7 +420,7 @@ def test_every_part_of_the_gpu_check_runs_and_keeps_its_limits(check, monkeypatc
     results = json.loads((tmp_path / "out" / "casgd.json").read_text())
     assert results["failed"] == results["not_run"] == []
     assert set(check.PARTS) < set(results)
-    assert {one["policy"] for one in results["products"]} == {"recipe", "fp32", "tf32"}
+    assert {product["policy"] for product in results["products"]} == {"recipe", "fp32", "tf32"}
     assert results["two_ranks"]["outer_steps"] == 2
     assert results["nccl"]["prefetch_equal_bits"] is True
 
@@ -467,8 +469,8 @@ def test_a_part_of_the_gpu_check_beyond_its_limits_is_named_and_ends_it_with_1(
     )
     in_a_list = part in ("products", "recurrence", "planner", "end_to_end")
     for more, status in ({}, 0), (WRONG[part], 1):
-        found = GOOD[part] | launches | more
-        monkeypatch.setattr(check, "PARTS", {part: lambda found=found: [found] if in_a_list else found})
+        result = GOOD[part] | launches | more
+        monkeypatch.setattr(check, "PARTS", {part: lambda result=result: [result] if in_a_list else result})
         assert check.main([str(tmp_path)]) == status
         assert (f"FAILED: {part}: " in capsys.readouterr().err) == bool(status)
         assert bool(json.loads((tmp_path / "casgd.json").read_text())["failed"]) == bool(status)

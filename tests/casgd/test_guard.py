@@ -33,7 +33,7 @@ def least_squares(x, y):
     return w, float(np.mean(np.square(x @ w - y))) / 2
 
 
-def judge(x, y, objective=SQUARED, *, policy="recipe", kind="optimal", of_limit=0.01, l2=0.0, given=None, **asked):
+def judge(x, y, objective=SQUARED, *, policy="recipe", kind="optimal", of_limit=0.01, l2=0.0, given=None, **more):
     """The verdict on data, at a step of ``of_limit`` of the stability limit."""
     rows = np.c_[x, np.ones(len(x))]
     largest = np.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]
@@ -42,7 +42,7 @@ def judge(x, y, objective=SQUARED, *, policy="recipe", kind="optimal", of_limit=
     eta = of_limit * 2 / ((objective.smoothness or 1.0) * sharp)
     schedule = Schedule(kind=kind, eta0=eta, alpha=1 / (eta * 1000), t0=1000.0)
     problem = Problem(features=x if given is None else given, targets=y, objective=objective, l2=l2)
-    return choose_policy(problem, Options(policy=POLICIES[policy], schedule=schedule), **asked)
+    return choose_policy(problem, Options(policy=POLICIES[policy], schedule=schedule), **more)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp16", "tf32", "fp32"])
@@ -94,20 +94,20 @@ def test_one_batch_predicts_what_the_solver_loses(noise, expected, policy):
     def solve(name, s):
         return run_ca_sgd(problem, Options(s=s, batch_size=32, epochs=10, schedule=schedule, policy=name))
 
-    def loss(found, x_format="fp64", margin_format="fp64"):
-        z = round_to(x, x_format).astype(np.float64) @ found.weights.astype(np.float64) + found.intercept
+    def loss(solution, x_format="fp64", margin_format="fp64"):
+        z = round_to(x, x_format).astype(np.float64) @ solution.weights.astype(np.float64) + solution.intercept
         return float(np.mean(np.square(round_to(z, margin_format).astype(np.float64) - y))) / 2
 
     exact = loss(solve("fp32", 1))
-    found = solve(policy, 8)
+    solution = solve(policy, 8)
     formats = POLICIES[policy]
-    measured = loss(found, formats.x_storage, formats.margin_storage) / exact - 1
+    measured = loss(solution, formats.x_storage, formats.margin_storage) / exact - 1
     verdict = choose_policy(
         problem, Options(batch_size=32, epochs=10, schedule=schedule, policy=policy), on_risk="warn"
     )
     assert measured / 1.5 < verdict.predicted_excess < measured * 1.5
     assert verdict.predicted_excess == pytest.approx(expected * (2 if policy == "paper" else 1), rel=0.1)
-    assert abs(loss(found) / exact - 1) < measured / 10
+    assert abs(loss(solution) / exact - 1) < measured / 10
     assert "on the rounded features" in verdict.warnings[0]
 
 
@@ -169,9 +169,9 @@ def test_falling_back_lowers_no_other_choice():
     x, y = interpolating(0.1)
     careful = POLICIES["fp64"].replace(name="careful", x_storage="bf16")
     problem, schedule = Problem(features=x, targets=y, objective=SQUARED), Schedule(kind="optimal", eta0=1e-6)
-    chosen = choose_policy(problem, Options(policy=careful, schedule=schedule)).policy
-    assert chosen.formats == careful.formats | {"x_storage": "fp16"}
-    assert "careful" in chosen.name
+    policy = choose_policy(problem, Options(policy=careful, schedule=schedule)).policy
+    assert policy.formats == careful.formats | {"x_storage": "fp16"}
+    assert "careful" in policy.name
 
 
 def test_warns_or_raises_as_asked():
@@ -236,12 +236,12 @@ def test_number_beyond_fp16_skips_fp16_wherever_it_stands():
 
 def test_margins_and_gram_beyond_fp16_are_found():
     x, y = interpolating(1e5)
-    for choice, what in (("margin_storage", "a margin"), ("gram_storage", "a squared row norm")):
+    for choice, words in (("margin_storage", "a margin"), ("gram_storage", "a squared row norm")):
         policy = POLICIES["fp32"].replace(name="narrow", **{choice: "fp16"})
         problem = Problem(features=1e2 * x, targets=1e5 * y, objective=SQUARED)
         verdict = choose_policy(problem, Options(policy=policy, schedule=Schedule(kind="optimal", eta0=1e-9)))
         assert verdict.policy == POLICIES["fp32"]
-        assert what in verdict.warnings[0]
+        assert words in verdict.warnings[0]
 
 
 def test_weights_below_fp32_are_a_risk():
@@ -307,10 +307,10 @@ def test_too_few_rows_a_column_are_no_verdict(m, n):
     # With weights the loss is known, however many columns there are.
     w, _ = least_squares(x, y)
     problem = Problem(features=x, targets=y, objective=SQUARED)
-    seen = choose_policy(problem, Options(policy=POLICIES["recipe"], schedule=Schedule(eta0=1e-6)), weights=w)
-    assert seen.unjudged_warning == ""
-    assert seen.policy != POLICIES["recipe"]
-    assert "near interpolation" in seen.warnings[0]
+    judged = choose_policy(problem, Options(policy=POLICIES["recipe"], schedule=Schedule(eta0=1e-6)), weights=w)
+    assert judged.unjudged_warning == ""
+    assert judged.policy != POLICIES["recipe"]
+    assert "near interpolation" in judged.warnings[0]
 
 
 def test_wide_features_that_bf16_holds_exactly_need_no_judgement():
@@ -365,8 +365,8 @@ def test_ranks_that_own_columns_agree_with_one_process(noise, ranks):
     alone = judge(x, y)
 
     def ask(comm):
-        given = x[:, :20] if comm.rank == 0 else x[:, 20:]
-        verdict = judge(x, y, given=given, comm=comm)
+        columns = x[:, :20] if comm.rank == 0 else x[:, 20:]
+        verdict = judge(x, y, given=columns, comm=comm)
         return verdict, comm.reductions
 
     (first, sums), (second, _) = ranks(ask, 2)

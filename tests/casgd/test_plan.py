@@ -62,45 +62,45 @@ def test_the_planned_s_hides_latency_four_times_over_and_is_within_a_tenth_of_th
     costs = partial(parts_of, s_per_byte=0.0)
     simulate_probes(costs)
     problem, options = make_problem(), make_options()
-    made = plan(problem, options, comm=emulated())
+    planned = plan(problem, options, comm=emulated())
     step_s = {2**k: sum(costs(2**k, 16).values()) / 2**k for k in range(7)}
-    assert step_s[made.s] <= 1.1 * min(step_s.values())
-    assert step_s[1] >= 4 * step_s[made.s]
-    assert made.speedup == pytest.approx(step_s[1] / step_s[made.s])
-    for s in (1, made.s):
+    assert step_s[planned.s] <= 1.1 * min(step_s.values())
+    assert step_s[1] >= 4 * step_s[planned.s]
+    assert planned.speedup == pytest.approx(step_s[1] / step_s[planned.s])
+    for s in (1, planned.s):
         assert run_ca_sgd(problem, replace(options, s=s), comm=OneProcess()).reductions == math.ceil(8192 / 16 / s)
 
 
 def test_the_plan_finds_the_latency_that_was_put_in(simulate_probes):
     simulate_probes(partial(parts_of, latency_s=200e-6))
-    made = plan(make_problem(4096), make_options(), comm=emulated(), largest_s=16)
-    assert made.alpha_s == pytest.approx(200e-6)
-    assert made.s == 16
-    assert made.speedup > 4
-    assert 0 < made.low_s <= made.seconds_per_epoch <= made.high_s
-    assert made.steps_per_epoch == 256
-    assert len(made.samples) <= 13
-    assert all(set(sample.parts_s) == set(PARTS) for sample in made.samples)
-    assert any("AllReduce" in reason for reason in made.reasons)
+    planned = plan(make_problem(4096), make_options(), comm=emulated(), largest_s=16)
+    assert planned.alpha_s == pytest.approx(200e-6)
+    assert planned.s == 16
+    assert planned.speedup > 4
+    assert 0 < planned.low_s <= planned.seconds_per_epoch <= planned.high_s
+    assert planned.steps_per_epoch == 256
+    assert len(planned.samples) <= 13
+    assert all(set(sample.parts_s) == set(PARTS) for sample in planned.samples)
+    assert any("AllReduce" in reason for reason in planned.reasons)
 
 
 @pytest.mark.parametrize("comm", [None, OneProcess()])
 def test_one_process_runs_plain_sgd(comm):
-    made = plan(make_problem(512), make_options(batch_size=32), comm=comm)
-    assert (made.s, made.speedup, made.best_s) == (1, 1.0, 1.0)
-    assert {one.s for one in made.samples} == {1}
-    assert made.steps_per_epoch == 16
-    assert "one process" in made.reasons[0]
+    planned = plan(make_problem(512), make_options(batch_size=32), comm=comm)
+    assert (planned.s, planned.speedup, planned.best_s) == (1, 1.0, 1.0)
+    assert {sample.s for sample in planned.samples} == {1}
+    assert planned.steps_per_epoch == 16
+    assert "one process" in planned.reasons[0]
 
 
 def test_the_plan_is_json_and_leaves_the_options_policy_alone():
     import json
 
-    made = plan(make_problem(256, 4), make_options(policy=POLICIES["recipe"]))
-    told = json.loads(json.dumps(made.to_dict()))
-    assert told["policy"] == made.policy.name == "recipe"
-    assert len(told["samples"]) == len(made.samples)
-    assert told["samples"][0]["parts_s"].keys() == set(PARTS)
+    planned = plan(make_problem(256, 4), make_options(policy=POLICIES["recipe"]))
+    content = json.loads(json.dumps(planned.to_dict()))
+    assert content["policy"] == planned.policy.name == "recipe"
+    assert len(content["samples"]) == len(planned.samples)
+    assert content["samples"][0]["parts_s"].keys() == set(PARTS)
 
 
 def test_the_guard_is_asked_when_told_what_to_do_on_risk():
@@ -110,9 +110,9 @@ def test_the_guard_is_asked_when_told_what_to_do_on_risk():
     from precision_time.casgd.objectives import SQUARED
 
     problem = Problem(features=x, targets=x @ w + 1e-3 * rng.standard_normal(512), objective=SQUARED)
-    made = plan(problem, make_options(policy=POLICIES["recipe"]), on_risk="fallback")
-    assert made.policy.x_storage in ("fp16", "fp32")
-    assert "instead of recipe" in made.reasons[0]
+    planned = plan(problem, make_options(policy=POLICIES["recipe"]), on_risk="fallback")
+    assert planned.policy.x_storage in ("fp16", "fp32")
+    assert "instead of recipe" in planned.reasons[0]
 
 
 def test_costs_that_miss_the_probes_are_told_and_choose_only_what_was_faster_in_every_round(simulate_probes):
@@ -123,22 +123,22 @@ def test_costs_that_miss_the_probes_are_told_and_choose_only_what_was_faster_in_
         return parts_of(s, b) | {"communicate": 2e-3 if words > 300 else 2e-4}
 
     simulate_probes(staged)
-    made = plan(make_problem(1024), make_options(), comm=emulated(), largest_s=8)
-    fastest = min((sample for sample in made.samples if sample.batch_size == 16), key=lambda one: one.usual_step_s)
-    assert made.error > 0.15
-    assert made.warning in made.reasons
-    assert "faster in every round" in made.warning
+    planned = plan(make_problem(1024), make_options(), comm=emulated(), largest_s=8)
+    fastest = min((sample for sample in planned.samples if sample.batch_size == 16), key=lambda one: one.usual_step_s)
+    assert planned.error > 0.15
+    assert planned.warning in planned.reasons
+    assert "faster in every round" in planned.warning
     assert len(fastest.rounds_s) >= 6
-    assert made.s == fastest.s == 2
-    assert made.seconds_per_epoch == pytest.approx(64 * fastest.usual_step_s, rel=1e-9)
+    assert planned.s == fastest.s == 2
+    assert planned.seconds_per_epoch == pytest.approx(64 * fastest.usual_step_s, rel=1e-9)
 
 
 def decide(rounds_by_s: dict[int, list[float]]) -> Plan:
     """The plan from made-up rounds at a batch size of 16."""
     samples = [
-        replace(one, s=s, batch_size=16, rounds_s=tuple(rounds), usual_step_s=float(np.median(rounds)),
+        replace(sample, s=s, batch_size=16, rounds_s=tuple(rounds), usual_step_s=float(np.median(rounds)),
                 step_s=min(rounds), parts_s=dict.fromkeys(PARTS, min(rounds) / len(PARTS)))
-        for one, (s, rounds) in zip(made_samples(parts_of), rounds_by_s.items(), strict=False)
+        for sample, (s, rounds) in zip(made_samples(parts_of), rounds_by_s.items(), strict=False)
     ]  # fmt: skip
     return _decide(
         samples, problem=make_problem(1024), options=make_options(), word_bytes=4, limit=max(rounds_by_s), level=0.9,
@@ -176,9 +176,9 @@ def test_a_slow_spell_at_the_start_meets_all_probes_and_not_plain_sgd_alone(simu
         return parts_of(s, b, latency_s=delay_s + 1e-6)
 
     simulate_probes(busy_at_first)
-    made = plan(make_problem(), make_options(batch_size=128), comm=emulated(), largest_s=4)
-    assert made.s == 1
-    plain = next(sample for sample in made.samples if (sample.s, sample.batch_size) == (1, 128))
+    planned = plan(make_problem(), make_options(batch_size=128), comm=emulated(), largest_s=4)
+    assert planned.s == 1
+    plain = next(sample for sample in planned.samples if (sample.s, sample.batch_size) == (1, 128))
     assert plain.step_s == pytest.approx(sum(parts_of(1, 128, latency_s=1e-6).values()))
     assert next(calls) > 12
 
@@ -205,26 +205,26 @@ def test_a_plan_with_prefetch_is_that_of_runs_with_prefetch():
 
     for prefetch in (False, True):
         comm = Counting(OneProcess(), 1e-5)
-        made = plan(make_problem(512), make_options(prefetch=prefetch), comm=comm, largest_s=4, budget_s=0.1)
-        assert made.prefetch is prefetch
-        assert made.to_dict()["prefetch"] is prefetch
+        planned = plan(make_problem(512), make_options(prefetch=prefetch), comm=comm, largest_s=4, budget_s=0.1)
+        assert planned.prefetch is prefetch
+        assert planned.to_dict()["prefetch"] is prefetch
         assert (comm.started > 0) is prefetch
 
 
 def test_memory_limits_s(simulate_probes):
     simulate_probes(parts_of)
-    made = plan(make_problem(2048), make_options(), comm=emulated(), memory_bytes=2 * 4 * (4 * 16) ** 2)
-    assert made.s == 4
+    planned = plan(make_problem(2048), make_options(), comm=emulated(), memory_bytes=2 * 4 * (4 * 16) ** 2)
+    assert planned.s == 4
 
 
 def test_a_block_is_not_longer_than_an_epoch():
-    made = plan(make_problem(40), make_options(), comm=emulated())
-    assert made.s <= 2
+    planned = plan(make_problem(40), make_options(), comm=emulated())
+    assert planned.s <= 2
 
 
 def test_tiny_data_and_a_batch_of_all_rows():
-    made = plan(make_problem(7, 3), make_options(batch_size=100), comm=emulated())
-    assert (made.s, made.steps_per_epoch, made.batch_size) == (1, 1, 7)
+    planned = plan(make_problem(7, 3), make_options(batch_size=100), comm=emulated())
+    assert (planned.s, planned.steps_per_epoch, planned.batch_size) == (1, 1, 7)
 
 
 @pytest.mark.parametrize("wrong", [{"largest_s": 0}, {"outer_steps": 0}, {"level": 1.0}])
@@ -266,9 +266,9 @@ def test_least_squares_keep_signs_and_match_scipy():
     rng = np.random.default_rng(5)
     for _ in range(30):
         design, target = rng.standard_normal((12, 4)), rng.standard_normal(12)
-        found = fit_nonnegative(design, target)
-        assert (found >= 0).all()
-        np.testing.assert_allclose(found, nnls(design, target)[0], atol=1e-10)
+        solution = fit_nonnegative(design, target)
+        assert (solution >= 0).all()
+        np.testing.assert_allclose(solution, nnls(design, target)[0], atol=1e-10)
 
 
 def test_nothing_can_be_fitted_to_no_samples():

@@ -82,11 +82,11 @@ def test_a_registry_that_does_not_answer_is_stood_in_for_and_the_answer_says_by_
     fetch(url)
     fetch(url, "demo@1")
     serve(503)
-    kept = fetch(url)
-    assert (kept.manifest.version, kept.files["trees.npz"], kept.is_current) == (2, b"second", False)
+    cached = fetch(url)
+    assert (cached.manifest.version, cached.files["trees.npz"], cached.is_current) == (2, b"second", False)
     assert re.search(
         rf"{re.escape(url)} did not answer: version 2, which demo led to on \d{{4}}-\d\d-\d\d \d\d:\d\d UTC",
-        kept.origin,
+        cached.origin,
     )
     assert fetch(url, "demo@1").manifest.version == 1
     # A reference that was never resolved here is not guessed from another.
@@ -106,8 +106,8 @@ def test_a_registry_lost_in_mid_fetch_is_stood_in_for_too(
         raise UnreachableError("the connection broke")
 
     monkeypatch.setattr(Registry, "load", lose)
-    kept = fetch(url)
-    assert (kept.manifest.version, kept.is_current) == (1, False)
+    cached = fetch(url)
+    assert (cached.manifest.version, cached.is_current) == (1, False)
 
 
 def test_silence_ends_after_the_stated_time(url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +202,8 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(
         for age, manifest in enumerate(sorted(cache.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)):
             os.utime(manifest, (time.time() - 1000 + age, time.time() - 1000 + age))
         fetch(url, "demo@2")  # used again each time
-    kept = {int(re.search(rb'"version": (\d+)', path.read_bytes())[1]) for path in cache.glob("*/manifest.json")}  # type: ignore[index]
-    assert kept == {2, 5, 6}
+    versions = {int(re.search(rb'"version": (\d+)', path.read_bytes())[1]) for path in cache.glob("*/manifest.json")}  # type: ignore[index]
+    assert versions == {2, 5, 6}
     assert len(list(cache.glob("notes/*.json"))) <= 5
     assert not abandoned.exists()
 

@@ -161,17 +161,17 @@ def test_a_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
         "    os.wait()\n"
     )
     subprocess.run([sys.executable, "-c", driver, str(tmp_path), code], check=True, timeout=120)
-    seen = 0
+    writes = 0
     for point in range(50):
         store = open_store(tmp_path / str(point))
         for path in store.list_files():
             content = store.read_bytes(path)
             assert len(content) == 1000
             assert len(set(content)) == 1
-            seen += 1
+            writes += 1
         store.write_bytes("a/x", b"resumed")
         assert store.read_bytes("a/x") == b"resumed"
-    assert seen > 50
+    assert writes > 50
 
 
 def test_a_link_that_leaves_the_root_is_never_opened(local: Store, tmp_path: Path) -> None:

@@ -166,15 +166,15 @@ BAD_NAMES = [
 @pytest.fixture(scope="module")
 def opened() -> Iterator[list[str]]:
     """Paths opened since the test emptied the list. One hook for all tests: none can ever be removed."""
-    seen: list[str] = []
+    read: list[str] = []
     active = True
 
     def hook(event: str, args: tuple[object, ...]) -> None:
         if active and event == "open":
-            seen.append(str(args[0]))
+            read.append(str(args[0]))
 
     sys.addaudithook(hook)
-    yield seen
+    yield read
     active = False
 
 

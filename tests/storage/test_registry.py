@@ -186,12 +186,12 @@ def test_files_swapped_between_each_other_or_between_versions_are_found(local: R
     publish(local, files={"a": b"1111", "b": b"2222"})
     publish(local, files={"a": b"3333", "b": b"4444"})
     store = open_store(local.url)
-    one, two = store.read_bytes("demo/1/a"), store.read_bytes("demo/1/b")
-    store.write_bytes("demo/1/a", two)
-    store.write_bytes("demo/1/b", one)
+    first, second = store.read_bytes("demo/1/a"), store.read_bytes("demo/1/b")
+    store.write_bytes("demo/1/a", second)
+    store.write_bytes("demo/1/b", first)
     with pytest.raises(IntegrityError, match=r"demo/1/a is changed; demo/1/b is changed"):
         local.verify("demo@1")
-    store.write_bytes("demo/2/a", one)
+    store.write_bytes("demo/2/a", first)
     with pytest.raises(IntegrityError, match="demo/2/a is changed"):
         local.load("demo@2")
     store.write_bytes("demo/1/manifest.json", store.read_bytes("demo/2/manifest.json"))

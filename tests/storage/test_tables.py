@@ -186,8 +186,8 @@ def test_the_command_prints_counts(tmp_path: Path) -> None:
 
 
 def test_a_csv_file_is_not_turned_into_parquet_by_an_import(tmp_path: Path) -> None:
-    kept = write_csv(tmp_path / "mine.csv", row(1))
-    before = kept.read_bytes()
+    path = write_csv(tmp_path / "mine.csv", row(1))
+    before = path.read_bytes()
     with pytest.raises(InputError, match="Parquet"):
-        import_rows(write_csv(tmp_path / "new.csv", row(2)), into=kept)
-    assert kept.read_bytes() == before
+        import_rows(write_csv(tmp_path / "new.csv", row(2)), into=path)
+    assert path.read_bytes() == before

@@ -305,9 +305,9 @@ def test_files_swapped_between_cells_are_refused(local: TimingsDataset, cell_row
     local.record(cell_rows("00000000000000bb", model="other"))
     store = open_store(local.url)
     first, second = store.list_files()
-    one, two = store.read_bytes(first), store.read_bytes(second)
-    store.write_bytes(first, two)
-    store.write_bytes(second, one)
+    first_data, second_data = store.read_bytes(first), store.read_bytes(second)
+    store.write_bytes(first, second_data)
+    store.write_bytes(second, first_data)
     assert local.read().num_rows == 0
     assert [path for path, _ in local.problems] == [first, second]
     assert all("not where its rows belong" in reason for _, reason in local.problems)

@@ -15,10 +15,10 @@ if comm.rank == 1:
 try:
     check_agreement(comm, values)
 except InputError as error:
-    told = str(error)
+    message = str(error)
 else:
-    told = "no error"
+    message = "no error"
 comm.barrier()
-texts = comm.gather(told)
+texts = comm.gather(message)
 if comm.rank == 0:
     print("\n".join(texts))

@@ -9,16 +9,16 @@ import numpy as np
 
 from precision_time.casgd.mpi import MpiCommunicator
 
-how, what = sys.argv[1:3]
+how, call = sys.argv[1:3]
 comm = MpiCommunicator(deadline_s=float(sys.argv[3]))
 comm.sum(np.ones(3))
 if comm.rank == comm.size - 1:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(120)
-if what == "sum":
+if call == "sum":
     comm.sum(np.ones(3))
-elif what == "gather":
+elif call == "gather":
     comm.gather({"rank": comm.rank})
 else:
     comm.barrier()
