@@ -3,9 +3,9 @@
     python tests/benchmarks/bench_casgd_latency.py [--delays-us 0 20 50 200] [--batch-sizes 4 16 64]
 
 A report without assertions, as one JSON object. Emulation: one process, and a busy wait before every sum. The local
-part starts two ranks with mpiexec and gives the time of s="auto" over that of SGD as the median of paired runs, with
-the interval of the median by order statistics (sign test, 95 %): once without planning, and once with the planning that
-the estimators do, for training of a few lengths.
+part starts two ranks with mpiexec and prints the time of s="auto" over that of SGD as the median of paired runs, with
+its interval by order statistics (sign test, 95 %): once without planning, and once with the planning of the
+estimators, for training of several lengths.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def wall_s(run: Callable[[], Any]) -> float:
 
 
 def emulate(delay_us: float, batch_size: int, *, repeats: int = 5) -> dict[str, Any]:
-    """us per SGD-equivalent step, the least of ``repeats`` epochs, and what the planner chose."""
+    """us per SGD-equivalent step, the least of ``repeats`` epochs, and the choice of the planner."""
     problem, options = make_problem(28), make_options(batch_size)
     comm = DelayedCommunicator(OneProcess(), delay_us * 1e-6)
     planned = plan(problem, options, comm=comm, largest_s=max(POWERS))
@@ -89,7 +89,7 @@ def compare(ours: Callable[[], Any], theirs: Callable[[], Any], *, comm: MpiComm
             times.append(max(comm.gather(wall_s(run))))
         ratios.append(times[0] / times[1])
     ratios.sort()
-    # The ranks of order statistics about the median that hold it in 95 % of samples (normal approximation).
+    # The order statistics whose interval holds the median in 95 % of samples (normal approximation).
     reach = round(0.98 * pairs**0.5)
     low, high = max(0, pairs // 2 - reach), min(pairs - 1, pairs // 2 + reach)
     return {"auto_over_sgd": statistics.median(ratios), "low": ratios[low], "high": ratios[high]}

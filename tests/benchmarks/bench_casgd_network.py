@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_casgd_network.py [--delays-us 0 200 1000] [--batch-size 16]
 
 A report without assertions, as one JSON object. Every packet goes through the kernel's TCP of both namespaces and waits
-``delay`` in a small relay in user space (a stand-in for netem where the kernel lacks it); what a sum really takes is
+``delay`` in a small relay in user space (a stand-in for netem if the kernel lacks it); the real time of a sum is
 measured and printed. The two ranks and the relay share the machine's cores, so jitter is that of a busy machine. Needs
 root, /dev/net/tun, `ip` of iproute2, mpi4py and mpich; without them it says so and ends well.
 """
@@ -39,7 +39,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
 def find_obstacle() -> str | None:
-    """Why this cannot run here, if so."""
+    """The reason why this cannot run here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not os.path.exists("/dev/net/tun"):
@@ -116,7 +116,7 @@ def run_relay(delay_s: float, ends: Sequence[int]) -> None:
 
 
 def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
-    """Both ranks under mpiexec, each moved into its namespace; what rank 0 printed."""
+    """Run both ranks under mpiexec, each in its namespace; returns the report of rank 0."""
     rank = [sys.executable, __file__, "--rank"]
     rank += ["--batch-size", str(options.batch_size), "--columns", str(options.columns)]
     enter = f'if [ "$PMI_RANK" = 0 ]; then n={NAMESPACES[0]}; else n={NAMESPACES[1]}; fi; exec ip netns exec $n "$@"'
@@ -151,7 +151,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         comm.barrier()
         began = time.perf_counter()
         comm.sum(np.ones(arguments.batch_size, dtype=np.float32))
-        # Of both ranks: the one that leaves the barrier last finds the other's words already there.
+        # The larger of both ranks, because the last rank to leave the barrier does not wait for the other.
         sums.append(max(comm.gather((time.perf_counter() - began) * 1e6)))
     sums.sort()
     half = arguments.columns // 2

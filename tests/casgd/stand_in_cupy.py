@@ -1,6 +1,6 @@
-"""What casgd asks of CuPy and of NCCL, on the CPU: kernels run as C++, streams at once, ranks are threads.
+"""The part of CuPy and NCCL that casgd uses, on the CPU: kernels run as C++, streams run at once, ranks are threads.
 
-Like CuPy's own, the module ``cupy.cuda`` has no attribute ``nccl`` until somebody imports ``cupy.cuda.nccl``. Where
+Like CuPy's own, the module ``cupy.cuda`` has no attribute ``nccl`` until ``cupy.cuda.nccl`` is imported. Where
 ``DEVICE.stuck`` is set no sum comes to an end: events are not done, and a host that reads an array fails, because on
 a GPU it would wait for ever.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.cpp")
 
-#: ``count`` GPUs; ``sums``, of every AllReduce its words; ``aborted``, how often NCCL was taken down.
+#: ``count``: number of GPUs; ``sums``: words of each AllReduce; ``aborted``: how often NCCL was aborted.
 DEVICE = types.SimpleNamespace(stuck=False, count=1, sums=[], aborted=0)
 _THREAD = threading.local()
 _LOCK = threading.Lock()
@@ -44,7 +44,7 @@ class Device:
 
 
 class Array:
-    """What gpu.py asks of a CuPy array, over a NumPy one."""
+    """The part of a CuPy array that casgd uses, on a NumPy array."""
 
     def __init__(self, held: np.ndarray) -> None:
         self.held = held
@@ -198,7 +198,7 @@ def compile_for_cpu(folder: Path, code: str, options: tuple[str, ...]) -> ctypes
     name = "kernels" + "".join(options).replace("-D", "_").replace("=", "")
     library = folder / f"{name}.so"
     if not library.exists():
-        # Ranks share the folder, be they processes or threads.
+        # Ranks share the folder, both processes and threads.
         unique = f"{name}.{os.getpid()}.{threading.get_ident()}"
         (folder / f"{unique}.cu").write_text(code)
         (folder / f"{unique}.cpp").write_text(SHIM.read_text(encoding="utf-8"))
@@ -210,7 +210,7 @@ def compile_for_cpu(folder: Path, code: str, options: tuple[str, ...]) -> ctypes
 
 
 def make_modules(folder: Path) -> dict[str, types.ModuleType]:
-    """Modules that stand for cupy and what it has, by their names in ``sys.modules``; kernels are built in folder."""
+    """Stand-ins for cupy and its submodules, by their names in ``sys.modules``; kernels are built in ``folder``."""
 
     class Kernel:
         def __init__(self, library: ctypes.CDLL, name: str) -> None:
@@ -247,7 +247,7 @@ def make_modules(folder: Path) -> dict[str, types.ModuleType]:
     vars(nccl).update(
         available=True,
         get_version=lambda: 22707,
-        # Signed characters: some are below 0.
+        # Signed characters, so some are below 0.
         get_unique_id=lambda: (next(_IDENTIFIERS) % 128, *range(-128, -1)),
         NcclCommunicator=NcclCommunicator,
         NCCL_FLOAT32=7,
@@ -282,5 +282,5 @@ def make_modules(folder: Path) -> dict[str, types.ModuleType]:
 
 
 def install(folder: Path) -> None:
-    """Put the modules where ``import cupy`` finds them; for programs, which end with the process."""
+    """Put the modules where ``import cupy`` finds them, for the rest of the process."""
     sys.modules.update(make_modules(folder))

@@ -1,4 +1,4 @@
-"""Data that cannot be used, or only just: each kind is a named error or has a documented result."""
+"""Unusable and borderline data: each kind raises a named error or has a documented result."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from precision_time.casgd.errors import InputError, NotConvergedWarning, Precisi
 from precision_time.casgd.estimators import CASGDClassifier, CASGDPoissonRegressor, CASGDRegressor
 from precision_time.casgd.validation import DtypeError, agree, check_dtype, share_columns
 
-# So few epochs end with long steps, of which the guard would warn.
+# FP32, because after so few epochs the steps are still long, and the guard would warn of them.
 QUICK: dict[str, Any] = {"max_iter": 5, "tol": None, "random_state": 0, "precision": "fp32"}
 DOUBLE = {**QUICK, "precision": "fp64"}
 
@@ -118,7 +118,7 @@ def test_sparse_columns_are_shared_out_by_stored_values() -> None:
 
 
 @pytest.mark.parametrize(("s", "batch_size"), [(64, 32), (8, 1000), (1, 10**9)])
-def test_s_times_b_above_the_rows_does_what_the_epoch_has(
+def test_s_times_b_above_the_rows_is_cut_to_the_epoch(
     s: int, batch_size: int, features: np.ndarray, labels: np.ndarray
 ) -> None:
     long = CASGDClassifier(**DOUBLE, s=s, batch_size=batch_size).fit(features, labels)
@@ -162,7 +162,7 @@ def test_poisson_margins_beyond_the_clip_stay_finite(features: np.ndarray) -> No
 
 
 def test_poisson_steps_that_are_far_too_long_do_not_give_infinite_weights(features: np.ndarray) -> None:
-    """The clip bounds the derivative by e^30, so even this ends, with a useless model."""
+    """The clip bounds the derivative by e^30, so even this training ends, with a useless model."""
     counts = np.random.default_rng(2).poisson(3, size=60)
     long: dict[str, Any] = {"eta0": 10.0, "learning_rate": "constant"}
     assert np.isfinite(CASGDPoissonRegressor(**QUICK, **long).fit(features, counts).coef_).all()
@@ -259,7 +259,7 @@ def test_sample_weights_that_cannot_be_are_named(features: np.ndarray, labels: n
         CASGDClassifier(**QUICK).fit(features, labels, sample_weight=np.zeros(60))
 
 
-def test_a_failure_on_one_rank_is_told_on_the_others() -> None:
+def test_a_failure_on_one_rank_is_raised_on_the_others() -> None:
     class OneOfTwo(OneProcess):
         size = 2
 

@@ -135,7 +135,7 @@ def test_fp64_policy_emulates_the_exact_step(exact):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_solver_rounds_as_the_emulator_does(objective, name, ranks):
-    """One outer step on two ranks: what is left is the order of FP32 sums, or a single flip of a 16-bit rounding."""
+    """One outer step on two ranks: only the order of FP32 sums differs, or a single 16-bit rounding."""
     step = make_step(OBJECTIVES[objective], s=4, b=8, ranks=2)
     solver = Options(
         s=step.s,

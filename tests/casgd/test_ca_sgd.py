@@ -54,7 +54,7 @@ def assert_same_iterate(solution, expected, relative=1e-12):
 
 
 def reference_sgd(problem, solver):
-    """Mini-batch SGD as one would write it down, on all columns at once."""
+    """Textbook mini-batch SGD, on all columns at once."""
     x, y = np.asarray(problem.features, dtype=float), np.asarray(problem.targets, dtype=float)
     a = np.ones(len(y)) if problem.sample_weight is None else problem.sample_weight
     w, w0, t = np.zeros(x.shape[1]), 0.0, 0
@@ -120,7 +120,7 @@ def test_float64_iterates_are_those_of_sgd(form, number, size, problem_of, ranks
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
 @pytest.mark.parametrize("order", ["shuffled", "cyclic"])
-def test_both_solvers_are_sgd_as_one_would_write_it_down(objective, order, weighted, problem_of):
+def test_every_s_takes_the_steps_of_textbook_sgd(objective, order, weighted, problem_of):
     problem = problem_of(objective, l2=0.05, sample_weight=np.random.default_rng(5).random(203) if weighted else None)
     for s in (1, 6):
         solver = options(s=s, order=order, seed=3)
@@ -150,7 +150,7 @@ def plain_float32_sgd(problem, solver):
 @pytest.mark.parametrize(("s", "b"), [(2, 8), (5, 3), (4, 16), (40, 8)])
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
 def test_fp32_iterates_stay_within_a_roundoff_a_step_of_each_other(objective, s, b, problem_of):
-    """s > 1 beside s = 1, and s = 1 beside SGD as one would write it down: the bound that run_ca_sgd states."""
+    """s > 1 against s = 1, and s = 1 against textbook SGD: the bound that run_ca_sgd states."""
     problem = problem_of(objective, l2=0.01)
     solver = options(s=1, batch_size=b, policy="fp32")
     plain = run_ca_sgd(problem, solver)
@@ -165,7 +165,7 @@ def test_fp32_iterates_stay_within_a_roundoff_a_step_of_each_other(objective, s,
 @pytest.mark.parametrize("s", [1, 6])
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
-def test_two_ranks_find_what_one_finds(form, s, prefetch, objective, problem_of, ranks):
+def test_two_ranks_reach_the_solution_of_one(form, s, prefetch, objective, problem_of, ranks):
     problem = problem_of(objective, l2=0.05)
     if form == "csr":
         holes = np.random.default_rng(1).random(problem.features.shape) < 0.03
@@ -322,7 +322,7 @@ def test_a_rank_without_columns_is_named_on_every_rank(s, form, problem_of, rank
 
 
 class _OwnSums:
-    """A communicator whose sums come out a little larger on one rank: what no AllReduce should do."""
+    """A communicator whose sums are a little larger on one rank, which no AllReduce should do."""
 
     def __init__(self, inner, factor):
         self._inner, self._factor = inner, factor
@@ -337,7 +337,7 @@ class _OwnSums:
 
 @pytest.mark.parametrize(("policy", "factor"), [("fp64", 1 + 1e-9), ("fp32", 1 + 1e-2)])
 @pytest.mark.parametrize("s", [1, 4])
-def test_ranks_that_no_longer_hold_the_same_model_are_told(s, policy, factor, problem_of, ranks):
+def test_ranks_that_no_longer_hold_the_same_model_raise(s, policy, factor, problem_of, ranks):
     problem = problem_of("squared")
 
     def job(comm):
@@ -350,7 +350,7 @@ def test_ranks_that_no_longer_hold_the_same_model_are_told(s, policy, factor, pr
 
 
 def test_rank_0_decides_when_to_stop(problem_of, ranks, monkeypatch):
-    """Rank 1 sees losses that go up and down in the last bits, as from another processor, and would stop at once."""
+    """The losses of rank 1 go up and down in the last bits, as on another processor, so it alone would stop at once."""
     score = Run._score
 
     def shaken(run, epoch):
@@ -412,19 +412,19 @@ def test_bad_columns_on_one_rank_end_every_rank(problem_of, ranks):
         {"targets": np.full(203, np.nan)},
     ],
 )
-def test_what_is_no_problem_is_refused(wrong, problem_of):
+def test_an_invalid_problem_is_refused(wrong, problem_of):
     with pytest.raises(InputError):
         problem_of("logistic", **wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"s": 0}, {"batch_size": 0}, {"epochs": -1}, {"order": "random"}, {"policy": "x"}])
-def test_what_are_no_options_is_refused(wrong):
+def test_invalid_options_are_refused(wrong):
     with pytest.raises(InputError):
         options(**wrong)
 
 
 def full_loss(problem, solution):
-    """f on the features as given, in float64."""
+    """f on the original features, in float64."""
     weights = solution.weights.astype(np.float64)
     z = problem.features @ weights + solution.intercept
     return problem.objective.loss(z, problem.targets).mean() + problem.l2 / 2 * weights @ weights
@@ -467,7 +467,7 @@ def test_mixed_precision_stays_within_a_twentieth_of_a_percent_on_real_data(name
 
 
 def test_a_low_format_shows_where_it_is_chosen(problem_of):
-    """Every choice that may be low changes the result, so none is a label without effect."""
+    """Every choice that may be low changes the result, so no choice is without effect."""
     problem = problem_of("logistic", m=256)
     base = run_ca_sgd(problem, options(s=4, policy="fp32")).weights
     for choice in ("x_storage", "margin_storage", "gram_storage", "weights"):

@@ -21,7 +21,7 @@ _spec.loader.exec_module(stand_in)
 
 
 class _Ranks(OneProcess):
-    """One process that gathers what the test says the ranks hold."""
+    """One process that gathers the values that the test gives to its ranks."""
 
     def __init__(self, values):
         super().__init__()
@@ -124,7 +124,7 @@ def test_without_cupy_nccl_says_what_to_install(monkeypatch):
 
 @pytest.fixture
 def cupy(monkeypatch, tmp_path):
-    """The stand-in for CuPy, with four GPUs and no launcher about."""
+    """The stand-in for CuPy, with four GPUs and without a launcher."""
     for name, module in stand_in.make_modules(tmp_path).items():
         monkeypatch.setitem(sys.modules, name, module)
     for name, value in {"stuck": False, "count": 4, "sums": [], "aborted": 0}.items():
@@ -137,7 +137,7 @@ def cupy(monkeypatch, tmp_path):
 
 
 class _FirstOfTwo(OneProcess):
-    """Rank 0 of 2; each of ``places`` is the GPU on which the other rank is when it is asked next."""
+    """Rank 0 of 2; ``places`` are the GPUs that the other rank names in its next answers."""
 
     def __init__(self, *places):
         super().__init__()
@@ -235,7 +235,7 @@ def test_each_local_rank_has_its_gpu(cupy, monkeypatch, environment, current, ch
     assert cupy.cuda.Device().id == chosen
 
 
-def test_features_go_to_the_gpu_of_the_local_rank_and_it_is_said_once(cupy, monkeypatch, capsys):
+def test_features_go_to_the_gpu_of_the_local_rank_which_is_printed_once(cupy, monkeypatch, capsys):
     moved = move_to_gpu(np.ones((2, 2)))
     assert moved.device.id == 0
     monkeypatch.setenv("MPI_LOCALRANKID", "1")
@@ -300,7 +300,7 @@ def test_a_probe_that_crashes_fails_or_hangs_means_not_gpu_aware(program, reason
     assert reason in awareness.reason
 
 
-def test_a_probe_is_believed_when_it_says_so():
+def test_the_answer_of_a_probe_is_used():
     awareness = probe_gpu_awareness('print(\'noise\'); print(\'{"aware": true, "reason": "it works"}\')')
     assert (awareness.aware, awareness.reason) == (True, "it works")
 

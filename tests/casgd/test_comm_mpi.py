@@ -79,7 +79,7 @@ def test_an_array_on_a_gpu_goes_through_the_host_where_mpi_does_not_take_it(coll
     assert collectives[f"device_{kind}"] == [3.0] * 3
 
 
-def test_why_an_array_on_a_gpu_goes_through_the_host_is_told_and_warned_of_once(collectives):
+def test_the_reason_for_staging_through_the_host_is_stored_and_warned_of_once(collectives):
     assert collectives["reason_before"] is None
     assert collectives["reason"] == collectives["probe"]
     assert "no GPU" in collectives["reason"]
@@ -117,8 +117,8 @@ def solved():
 
 
 def test_one_rank_equals_two_ranks(solved):
-    # fp64: a different order of summing only. fp32: the same, 2^-24 each. What is rounded to 16 bits before or after
-    # the sum over ranks differs by single roundings of the margins or of the Gram blocks.
+    # fp64 and fp32 differ in the order of summing only. Margins and Gram blocks that are rounded to 16 bits before or
+    # after the sum over ranks differ by single roundings.
     allowed = {"fp64": 1e-14, "fp32": 1e-6, "recipe": 1e-6, "paper": 1e-3, "fp16": 1e-5, "bf16-gram": 1e-3}
     assert len(solved) == 23
     for case in solved:
@@ -143,7 +143,7 @@ def test_ranks_that_differ_are_named_to_every_rank():
     assert "rank 1 has s=4 where the others have 8" in messages[0]
 
 
-def test_the_solver_names_what_ranks_differ_in_before_it_sends_anything():
+def test_the_solver_names_the_differences_of_ranks_before_it_sends_anything():
     differences = ["s", "batch_size", "seed", "policy", "rows", "targets"]
     done = _run_ranks("solve_apart.py", *differences)
     assert done.returncode == 0, done.stderr
@@ -174,7 +174,7 @@ def test_a_killed_rank_ends_the_job_with_a_failure(options):
 
 @pytest.mark.faults
 def test_a_rank_killed_in_a_run_ends_the_other_at_the_deadline_with_an_error_that_names_who_waited():
-    # Under a shell, as batch scripts start ranks: Hydra sees no signal, and leaves the others to themselves.
+    # Under a shell, as batch scripts start ranks, Hydra sees no signal and does not end the other ranks.
     under_a_shell = {"options": ("-disable-auto-cleanup",), "wrapper": ("sh", "-c", '"$@"; exit $?', "sh")}
     done = _run_ranks("lose_a_rank_in_a_run.py", "1.0", **under_a_shell)
     assert done.returncode == 3

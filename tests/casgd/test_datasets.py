@@ -50,7 +50,7 @@ def test_dense_columns_of_one_block_are_mapped_not_copied(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".bz2", ".xz", ".gz"])
-def test_compressed_text_is_read_as_it_is(tmp_path, suffix):
+def test_compressed_text_is_read(tmp_path, suffix):
     values, _ = _write_libsvm(tmp_path / "a.txt")
     packed = tmp_path / f"a{suffix}"
     with column_cache._OPENERS[suffix](packed, "wb") as out:
@@ -59,7 +59,7 @@ def test_compressed_text_is_read_as_it_is(tmp_path, suffix):
     assert np.array_equal(cache.features(), values.toarray())
 
 
-def test_a_file_whose_last_columns_are_empty_keeps_the_columns_it_was_said_to_have(tmp_path):
+def test_empty_last_columns_of_a_file_are_kept(tmp_path):
     (tmp_path / "a.txt").write_text("1 1:0.5 # a comment\n\n-1 2:0.25")
     cache = convert_libsvm(tmp_path / "a.txt", tmp_path / "cache", n_features=5)
     assert np.array_equal(cache.features(), [[0.5, 0, 0, 0, 0], [0, 0.25, 0, 0, 0]])
@@ -234,7 +234,7 @@ def test_the_same_seed_gives_the_same_data_and_another_gives_others():
 
 
 @pytest.mark.parametrize("arguments", [("logistic", 0, 3), ("squared", 3, 0), ("hinge", 3, 3)])
-def test_made_up_problems_refuse_what_makes_no_sense(arguments):
+def test_invalid_made_up_problems_are_refused(arguments):
     with pytest.raises(InputError):
         synth(*arguments)
 

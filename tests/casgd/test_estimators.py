@@ -60,7 +60,7 @@ def test_every_parameter_of_an_estimator_is_documented_and_its_example_runs(esti
 
 
 def check_in_a_process_with_array_api(estimator: Any, check: Any) -> None:
-    """SciPy reads the variable when it is imported, so that the check would skip itself here."""
+    """SciPy reads the variable when it is imported, so in this process the check would skip itself."""
     kind = type(estimator).__name__
     code = f"""
 from sklearn.utils.estimator_checks import {check.func.__name__} as check
@@ -102,7 +102,7 @@ def penalised_loss(estimator: Any, kind: str, features: np.ndarray, targets: np.
 
 
 def share_left(fitted: Any, optimum: Any, kind: str, features: np.ndarray, targets: np.ndarray, alpha: float) -> float:
-    """How much of what there is to explain, from the best constant to the optimum, a fit has left."""
+    """The share of the explainable loss, from the best constant to the optimum, that a fit has not explained."""
     reached, least = (penalised_loss(model, kind, features, targets, alpha) for model in (fitted, optimum))
     constant = clone(fitted)
     constant.coef_, share = np.zeros_like(fitted.coef_), targets.mean()
@@ -214,7 +214,7 @@ def test_sparse_and_dense_features_give_the_same_model(cancer: Any) -> None:
 
 
 def test_double_data_is_rounded_once(diabetes: Any) -> None:
-    """1 + 2^-8 + 2^-30 is just above the middle of two BF16 numbers; by way of float32 it would become the middle."""
+    """1 + 2^-8 + 2^-30 is just above the middle of two BF16 numbers; rounded through float32 it would be the middle."""
     features = np.array([[1 + 2.0**-8 + 2.0**-30], [0.0]] * 8)
     steps: dict[str, Any] = {"eta0": 0.5, "learning_rate": "constant", "max_iter": 1, "tol": None, "batch_size": 16}
     fitted = CASGDRegressor(precision="recipe", alpha=0, fit_intercept=False, **steps)
@@ -225,7 +225,7 @@ def test_double_data_is_rounded_once(diabetes: Any) -> None:
 
 @pytest.mark.parametrize("column_block", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_two_ranks_find_what_one_finds_and_both_know_all_of_it(
+def test_two_ranks_reach_the_model_of_one_and_both_hold_all_of_it(
     column_block: bool, sparse: bool, cancer: Any, ranks: Any
 ) -> None:
     features, labels = cancer
@@ -272,7 +272,7 @@ def test_planning_stays_within_its_share_of_a_short_training(diabetes: Any, rank
         assert "planning takes" in fitted.plan_.reasons[-1]
 
 
-def test_probes_that_were_no_good_are_told(diabetes: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_probes_are_warned_of(diabetes: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(*arguments: Any, **named: Any) -> Any:
         return replace(plan(*arguments, **named), warning="costs miss the probes by 40%")
 
@@ -316,7 +316,7 @@ def test_a_rank_with_another_kind_of_features_is_named(other: Any, told: str, di
         ranks(lambda comm: CASGDRegressor(comm=comm).fit(other(features) if comm.rank else features, targets), 2)
 
 
-def test_on_risk_says_what_a_risk_leads_to() -> None:
+def test_on_risk_decides_the_consequence_of_a_risk() -> None:
     random = np.random.default_rng(0)
     features = random.normal(size=(2000, 32))
     targets = features @ np.ones(32) + 0.1 * random.normal(size=2000)
@@ -365,7 +365,7 @@ def test_the_guard_leaves_easy_data_in_bf16_and_falls_back_on_nearly_exact_data(
     assert warned.precision_.name == "recipe"
 
 
-def test_too_few_epochs_are_told(diabetes: Any) -> None:
+def test_too_few_epochs_are_warned_of(diabetes: Any) -> None:
     with pytest.warns(NotConvergedWarning, match="max_iter=2"):
         CASGDRegressor(max_iter=2, random_state=0).fit(*diabetes)
 

@@ -1,4 +1,4 @@
-"""``precision-time glm``: what it prints and writes, its exit codes, and one voice under mpiexec."""
+"""``precision-time glm``: its output and files, its exit codes, and that only rank 0 prints under mpiexec."""
 
 import json
 import os
@@ -93,9 +93,7 @@ def test_a_libsvm_file_is_cached_and_its_dense_and_sparse_models_agree(
     assert dense["loss"] == again["loss"] == pytest.approx(sparse["loss"], rel=1e-6)
 
 
-def test_an_excess_that_nobody_looked_at_is_not_a_number_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_excess_that_was_not_judged_is_nan_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "model.npz"
     report = run_json(["fit", "diabetes", "--precision", "fp32", "--out", str(out)], capsys)
     assert report["predicted_excess"] is None
@@ -104,7 +102,7 @@ def test_an_excess_that_nobody_looked_at_is_not_a_number_in_the_file(
         assert str(model["precision"]) == "fp32"
 
 
-def test_a_risk_is_what_on_risk_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_risk_of_a_command_decides_the_consequence_of_a_risk(capsys: pytest.CaptureFixture[str]) -> None:
     # 60 columns that are nearly enough to explain 70 rows.
     arguments = ["fit", "synth-squared", "--rows", "70", "--n-features", "60", "--max-iter", "300"]
     assert run(["glm", *arguments, "--on-risk", "raise", "--largest-excess", "1e-9", "--json"]) == 2
@@ -255,7 +253,7 @@ assert not loaded, loaded
 
 
 @pytest.mark.mpi
-def test_two_ranks_speak_with_one_voice(tmp_path: Path) -> None:
+def test_of_two_ranks_only_one_prints(tmp_path: Path) -> None:
     mpiexec = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     assert mpiexec, "pip install mpich"
 

@@ -1,7 +1,7 @@
 """The GPU back end without a GPU: its CUDA source runs as C++ on the CPU, under a stand-in for CuPy.
 
 The threads of a CTA are fibres, resumed in random order at every barrier and shuffle, so a barrier that is missing
-shows as a wrong number. What only a GPU can tell (tests/gpu/casgd_check.sh) is speed, cuBLAS and NCCL.
+shows as a wrong number. Speed, cuBLAS and NCCL need a GPU (tests/gpu/casgd_check.sh).
 """
 
 import importlib.util
@@ -118,9 +118,9 @@ def test_plain_sgd_is_one_block_and_gathers_nothing(gpu):
 
 
 class ThreadRanks:
-    """Ranks in threads of this process; a sum adds what they brought, and one under way is NaN until it is waited for.
+    """Ranks in threads of this process; a sum adds their buffers, and the buffer of a sum under way is NaN.
 
-    ``told`` has, of each rank, what happened in order: sums with their words, and waits.
+    ``told`` lists the events of each rank in order: sums with their words, and waits.
     """
 
     def __init__(self, size: int) -> None:
@@ -168,7 +168,7 @@ class ThreadRanks:
 
 
 def run_in_threads(work: Any, ranks: int = 2) -> list[Any]:
-    """What ``work(rank)`` gives or raises in each of the threads."""
+    """The results of ``work(rank)`` in all threads, or its exceptions."""
     results: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
@@ -268,7 +268,7 @@ def test_two_gpus_joined_by_nccl_hold_one_solution(gpu, monkeypatch, prefetch):
 
 
 class FirstOfTwo:
-    """A control whose other rank says what this one says, but for its GPU; ``lost`` is what it was told to give up."""
+    """A control whose other rank repeats the values of this one, except its GPU; ``lost`` are its errors."""
 
     rank, size, reductions = 0, 2, 0
 
@@ -289,7 +289,7 @@ class FirstOfTwo:
     start_sum = barrier = abort = sum
 
 
-def test_a_gpu_rank_that_falls_silent_ends_an_epoch_at_the_deadline_before_anything_is_read(gpu, monkeypatch):
+def test_a_silent_gpu_rank_ends_an_epoch_at_the_deadline_before_anything_is_read(gpu, monkeypatch):
     monkeypatch.setattr(DEVICE, "stuck", True)
     control = FirstOfTwo()
     comm = NcclCommunicator(control, deadline_s=0.2)
@@ -305,7 +305,7 @@ def test_a_gpu_rank_that_falls_silent_ends_an_epoch_at_the_deadline_before_anyth
 
 
 @pytest.mark.parametrize("wrong", ["NaN", "sparse", "another GPU", "do not fit"])
-def test_what_stops_one_gpu_rank_is_told_to_the_others(gpu, wrong):
+def test_the_failure_of_one_gpu_rank_is_raised_on_the_others(gpu, wrong):
     problem, options, ranks = make_problem("squared"), make_options("fp64"), ThreadRanks(2)
 
     class TooLarge(Array):
@@ -333,7 +333,7 @@ def test_what_stops_one_gpu_rank_is_told_to_the_others(gpu, wrong):
 
 
 def test_float64_features_are_rounded_once(gpu):
-    # Just above a tie of BF16 in float64, on the tie in float32: two roundings would go down to even.
+    # Just above a tie of BF16 in float64, and on the tie in float32: two roundings would end at the even number below.
     tie = 1 + 2.0**-8 + 2.0**-30
     problem = replace(make_problem("squared"), features=np.full((53, 1), tie))
     run = gpu.DeviceRun(on_device(problem), make_options("recipe"))
@@ -385,7 +385,7 @@ def test_importing_the_solver_does_not_import_cupy():
 
 @pytest.fixture
 def check(gpu, folder, monkeypatch, tmp_path) -> Any:
-    """The script of the GPU check, at sizes that a CPU can do."""
+    """The script of the GPU check, at sizes for a CPU."""
     script = load(Path(__file__).parents[1] / "gpu" / "casgd_check.py")
     small = {
         "SHAPES": {"higgs": (64, 28)},
@@ -414,7 +414,7 @@ def check(gpu, folder, monkeypatch, tmp_path) -> Any:
 
 @pytest.mark.mpi
 def test_every_part_of_the_gpu_check_runs_and_keeps_its_limits(check, monkeypatch, tmp_path, capfd):
-    # Times of a CPU that plays a GPU choose nothing.
+    # Times on a CPU that stands in for a GPU mean nothing.
     monkeypatch.setattr(check, "LARGEST_ABOVE_BEST", np.inf)
     assert check.main([str(tmp_path / "out"), "--seconds", "280"]) == 0, capfd.readouterr().err
     results = json.loads((tmp_path / "out" / "casgd.json").read_text())

@@ -1,4 +1,4 @@
-"""The guard: what rounding is predicted to cost, and the policy chosen because of it."""
+"""The guard: the predicted loss of rounding, and the policy that follows from it."""
 
 import math
 
@@ -84,8 +84,8 @@ def test_one_batch_predicts_the_excess_of_exact_least_squares_on_all_rows(noise)
 
 @pytest.mark.parametrize("policy", ["recipe", "paper"])
 @pytest.mark.parametrize(("noise", "expected"), [(0.1, 0.0075), (0.03, 0.083), (0.01, 0.74)])
-def test_one_batch_predicts_what_the_solver_loses(noise, expected, policy):
-    """The loss of CA-SGD with the policy, on what it saw, over that of FP32 SGD; and on the features as they came."""
+def test_one_batch_predicts_the_loss_of_the_solver(noise, expected, policy):
+    """The loss of CA-SGD with the policy over that of FP32 SGD, on the rounded features and on the original ones."""
     x, y = interpolating(noise, m=8192, n=32)
     problem = Problem(features=x, targets=y, objective=SQUARED)
     steps = 8192 // 32
@@ -118,7 +118,7 @@ def test_prediction_holds_for_curved_losses(objective):
     z = x @ w
     y = np.where(random.random(4000) < 0.5, 1.0, -1.0) if objective is LOGISTIC else random.poisson(np.exp(z)) * 1.0
     error = round_to(x, "bf16") - x
-    # Both signs of the rounding error: what is first order cancels, and would average out over other roundings.
+    # With both signs of the rounding error the first-order part cancels, as it does on average over roundings.
     both = (objective.loss((x + error) @ w, y) + objective.loss((x - error) @ w, y)) / 2 - objective.loss(z, y)
     predicted = predicted_excess(x, w, fmt="bf16", curvature=objective.second(z, y))
     assert predicted == pytest.approx(np.mean(both), rel=0.1)
@@ -133,7 +133,7 @@ def test_prediction_is_the_same_for_sparse_features():
         assert predicted_excess(kind(x), w, fmt="bf16") == pytest.approx(dense, rel=1e-12)
 
 
-def test_what_a_format_holds_exactly_costs_nothing():
+def test_values_that_a_format_holds_exactly_add_no_loss():
     whole = np.random.default_rng(0).integers(-16, 17, (100, 8)).astype(np.float32)
     assert predicted_excess(whole, np.ones(8), fmt="bf16") == 0
     assert predicted_excess(whole / 3, np.ones(8), fmt="bf16") > 0
@@ -174,7 +174,7 @@ def test_falling_back_lowers_no_other_choice():
     assert "careful" in policy.name
 
 
-def test_warns_or_raises_as_asked():
+def test_on_risk_warns_or_raises():
     x, y = interpolating(0.03)
     warned = judge(x, y, on_risk="warn")
     assert warned.policy == POLICIES["recipe"]
@@ -200,12 +200,12 @@ def test_hot_constant_step_asks_for_fp16_where_a_falling_one_does_not():
     assert judge(x, y, kind="constant", of_limit=0.05).policy == POLICIES["recipe"]
 
 
-def test_step_above_the_stability_limit_is_told():
+def test_a_first_step_above_the_stability_limit_is_warned_of():
     verdict = judge(*interpolating(3.0), of_limit=3.0)
     assert any("stability limit" in text for text in verdict.warnings)
 
 
-def test_unscaled_and_uncentred_features_are_told_and_change_nothing():
+def test_unscaled_and_uncentred_features_are_warned_of_and_change_nothing():
     x, y = interpolating(2.0)
     clean = judge(x, y)
     assert clean.warnings == ()
@@ -222,7 +222,7 @@ def test_constant_and_zero_columns_are_no_offset():
     assert judge(x, y).warnings == ()
 
 
-def test_number_beyond_fp16_skips_fp16_wherever_it_stands():
+def test_a_number_beyond_fp16_skips_fp16_in_any_row():
     x, y = interpolating(0.1)
     assert judge(x, y, policy="fp16").policy == POLICIES["fp16"]
     for row in (0, 4095):
@@ -304,7 +304,7 @@ def test_too_few_rows_a_column_are_no_verdict(m, n):
     assert verdict.warnings == (verdict.unjudged_warning,)
     assert f"cannot be judged before training: a sample of {verdict.rows} rows for {n} columns" in verdict.warnings[0]
     assert judge(x, y, on_risk="raise").policy == POLICIES["recipe"]
-    # With weights the loss is known, however many columns there are.
+    # With weights the loss is known for any number of columns.
     w, _ = least_squares(x, y)
     problem = Problem(features=x, targets=y, objective=SQUARED)
     judged = choose_policy(problem, Options(policy=POLICIES["recipe"], schedule=Schedule(eta0=1e-6)), weights=w)
@@ -415,7 +415,7 @@ def test_low_accumulator_is_refused_above_its_size_with_the_bound():
         check_accumulators(policy, columns=10**7, block_rows=10**7)
 
 
-def test_choosing_refuses_a_low_accumulator_whatever_is_asked():
+def test_a_low_accumulator_is_refused_for_every_on_risk():
     x, y = interpolating(1.0)
     low = POLICIES["fp32"].replace(name="low", margin_accumulate="bf16")
     problem = Problem(features=x, targets=y, objective=SQUARED)

@@ -1,4 +1,4 @@
-"""Data with too many columns to judge before training: the guard looks at the weights of the first epochs instead."""
+"""Data with too many columns to judge before training: the guard judges the weights of the first epochs instead."""
 
 import math
 import warnings
@@ -47,12 +47,12 @@ def test_wide_data_that_nearly_interpolate_fall_back_and_lose_nothing() -> None:
     assert "on the rounded features" in texts[0]
     assert guarded.verdict_.requested_excess > 0.005 > guarded.verdict_.predicted_excess
     assert guarded.verdict_.requested.name == "recipe"
-    # Training starts anew: all figures are those of the policy in use.
+    # Training starts anew, so all figures are those of the policy in use.
     assert (guarded.n_iter_, len(guarded.loss_curve_), guarded.t_) == (30, 30, 30 * math.ceil(3000 / 32))
     if guarded.precision_.name == "fp32":
         np.testing.assert_array_equal(guarded.coef_, exact.coef_)
     warned, texts = fit(x, y, precision="recipe")
-    assert loss(warned, x, y) / loss(exact, x, y) - 1 > 0.01  # what the fall-back is for
+    assert loss(warned, x, y) / loss(exact, x, y) - 1 > 0.01  # which the fall-back avoids
     assert warned.precision_.name == "recipe"
     assert len(texts) == 1
     assert "near interpolation: rounding to recipe" in texts[0]
@@ -70,12 +70,12 @@ def test_wide_data_of_low_risk_keep_the_recipe_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"on_risk": "raise"}, {"on_risk": "raise", "precision": "recipe"}])
-def test_a_risk_found_during_training_is_raised_as_asked(asked: dict[str, Any]) -> None:
+def test_a_risk_found_during_training_is_raised(asked: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="near interpolation"):
         fit(*wide(0.01), **asked)
 
 
-def test_auto_may_be_told_to_warn_only_and_a_limit_may_be_raised() -> None:
+def test_auto_can_warn_only_and_its_limit_can_be_raised() -> None:
     x, y = wide(0.01)
     warned, texts = fit(x, y, on_risk="warn", max_iter=10)
     assert (warned.precision_.name, len(texts)) == ("recipe", 1)

@@ -1,4 +1,4 @@
-"""The planner on costs made up by hand; only what does not depend on seconds is tested on real runs."""
+"""The planner on costs made up by hand; real runs test only results that do not depend on seconds."""
 
 import itertools
 import math
@@ -103,7 +103,7 @@ def test_the_plan_is_json_and_leaves_the_options_policy_alone():
     assert content["samples"][0]["parts_s"].keys() == set(PARTS)
 
 
-def test_the_guard_is_asked_when_told_what_to_do_on_risk():
+def test_the_guard_is_asked_if_on_risk_is_given():
     rng = np.random.default_rng(1)
     x = rng.standard_normal((512, 8))
     w = rng.standard_normal(8) * 3
@@ -115,8 +115,8 @@ def test_the_guard_is_asked_when_told_what_to_do_on_risk():
     assert "instead of recipe" in planned.reasons[0]
 
 
-def test_costs_that_miss_the_probes_are_told_and_choose_only_what_was_faster_in_every_round(simulate_probes):
-    """A sum costs ten times as much above 300 words, which no line in the bytes can follow."""
+def test_costs_that_miss_the_probes_are_warned_of_and_choose_only_an_s_that_was_faster_in_every_round(simulate_probes):
+    """A sum costs ten times as much above 300 words, which no linear cost can fit."""
 
     def staged(s: int, b: int) -> dict[str, float]:
         words = packed_gram_words(s * b, b) + s * b
@@ -158,7 +158,7 @@ def test_a_gain_that_no_cost_explains_must_show_in_every_round():
 
 
 def test_a_gain_that_costs_explain_counts_by_the_fastest_rounds():
-    """A longer unrolling has longer probes, which other work on the machine hits more often."""
+    """A larger s has longer probes, which other work on the machine disturbs more often."""
     busy = decide({1: [4.0, 4.2, 4.1, 4.0, 6.0, 4.0], 2: [9.0, 2.5, 8.0, 7.0, 2.5, 9.0]})
     assert not busy.warning
     assert busy.s == 2
@@ -172,7 +172,7 @@ def test_a_slow_spell_at_the_start_meets_all_probes_and_not_plain_sgd_alone(simu
     calls = itertools.count()
 
     def busy_at_first(s: int, b: int) -> dict[str, float]:
-        delay_s = 2e-3 if next(calls) < 12 else 0.0  # all first looks, and some of the first round
+        delay_s = 2e-3 if next(calls) < 12 else 0.0  # all first probes, and a part of the first round
         return parts_of(s, b, latency_s=delay_s + 1e-6)
 
     simulate_probes(busy_at_first)
@@ -183,7 +183,7 @@ def test_a_slow_spell_at_the_start_meets_all_probes_and_not_plain_sgd_alone(simu
     assert next(calls) > 12
 
 
-def test_planning_is_left_out_where_it_would_take_longer_than_its_share_of_training(simulate_probes):
+def test_planning_is_left_out_if_it_would_take_more_than_its_share_of_training(simulate_probes):
     simulate_probes(parts_of)
     problem, comm = make_problem(600), emulated()
     short = plan(problem, make_options(epochs=5), comm=comm, budget_share=0.05)

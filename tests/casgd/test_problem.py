@@ -36,7 +36,7 @@ def test_a_part_of_the_schedule_is_the_schedule_of_the_part(kind):
         {"kind": "invscaling", "power_t": float("inf")},
     ],
 )
-def test_what_is_no_schedule_is_refused(wrong):
+def test_an_invalid_schedule_is_refused(wrong):
     with pytest.raises(InputError):
         Schedule(**wrong)
     with pytest.raises(InputError):

@@ -1,4 +1,4 @@
-"""Measure the GPU back end of CA-SGD on one GPU, judge what was found, and write both as JSON; casgd_check.sh runs it.
+"""Measure the GPU back end of CA-SGD on one GPU, judge the results, and write both as JSON; casgd_check.sh runs it.
 
 python tests/gpu/casgd_check.py OUT [--seconds N]. Each part has limits; a part that misses one, or fails, is named at
 the end and makes the exit status 1. A part that cannot run here (no MPI, no NCCL), or for which no time is left, is
@@ -46,8 +46,8 @@ SUMMED = (1024, 128, 4, 64)  # rows, columns, s, b
 REPEAT = 20  # calls that are timed together
 RANK_ROWS = 4096
 
-# What is judged. 1e-6 of |Y| |Y|^T is for the products that are used, those between rows; a row by itself sums squares,
-# all of one sign, and tensor cores cut off what they add instead of rounding it, at the last place of the sum.
+# The limits. 1e-6 of |Y| |Y|^T is for products of two different rows, which the solver uses. The product of a row with
+# itself sums squares, all of one sign, and tensor cores truncate at the last place of the sum instead of rounding.
 LARGEST_PRODUCT_ERROR = 1e-6
 CUT_OFF = 2.0**-23  # of a sum of squares, a column at most
 LARGEST_ITERATE_ERROR = 1e-5  # FP32 arithmetic in another order
@@ -95,7 +95,7 @@ def make_options(policy: str, s: int, b: int, **more: Any) -> Options:
 
 
 def seconds_of(launch: Callable[[], Any]) -> float:
-    """Device seconds of one call, by events about ``REPEAT`` of them, the least of three."""
+    """Device seconds of one call, by events around ``REPEAT`` calls, the least of three."""
     import cupy
 
     launch()
@@ -171,7 +171,7 @@ def check_products() -> list[dict[str, Any]]:
 
 
 def check_recurrence() -> list[dict[str, Any]]:
-    """One outer step against NumPy in float64 on the same rounded features, and what its kernels take."""
+    """One outer step against NumPy in float64 on the same rounded features, and the times of its kernels."""
     results = []
     for objective in ("logistic", "squared", "poisson"):
         for s, b in RECURRENCES:
@@ -213,7 +213,7 @@ def time_kernels(run: Any, rows: int) -> dict[str, float]:
 
 
 def check_end_to_end() -> list[dict[str, Any]]:
-    """us per SGD-equivalent step and the loss after an epoch, one GPU: what is saved are launches only."""
+    """us per SGD-equivalent step and the loss after an epoch, on one GPU, where s saves only launches."""
     results = []
     for shape, (m, n) in SHAPES.items():
         full = make_problem(m, n)
@@ -245,7 +245,7 @@ def check_end_to_end() -> list[dict[str, Any]]:
 
 
 def check_nccl() -> dict[str, Any]:
-    """Sums of one rank: that they change nothing, with and without prefetch, their cost, and what a stream captures."""
+    """Sums of one rank, with and without prefetch: they change nothing; their cost, and whether a stream captures them."""
     import cupy
 
     if not importlib.import_module("cupy.cuda.nccl").available:
@@ -310,7 +310,7 @@ class SpinCommunicator(DelayedCommunicator):
 
 
 def check_planner() -> list[dict[str, Any]]:
-    """The planner's s beside the best of 1..64, with emulated latency."""
+    """The s of the planner against the best of 1..64, with emulated latency."""
     results = []
     problem = on_device(make_problem(PLANNED[0], SHAPES["higgs"][1]))
     for delay_us in DELAYS_US:
@@ -354,7 +354,7 @@ def check_two_ranks() -> dict[str, Any]:
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         raise NotRunError(f"no {'mpiexec' if mpiexec is None else 'mpi4py'}: pip install mpi4py mpich")
     command = [mpiexec, "-n", "2", sys.executable, __file__, "-", "--rank", str(RANK_ROWS)]
-    # Open MPI starts nothing as root, which a container often is, unless it is told twice.
+    # Open MPI refuses to run as root, which is usual in containers, without these two variables.
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     if done.returncode:
@@ -418,7 +418,7 @@ PARTS = {
 
 
 def find_misses(part: str, result: Any) -> list[str]:
-    """What of the results of a part is beyond its limits, in words; times are reported and not judged."""
+    """The results of a part that are beyond its limits, in words; times are reported and not judged."""
     misses = []
 
     def expect(holds: bool, what: str) -> None:
@@ -502,7 +502,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[f"{name}_took_s"] = time.monotonic() - start
         print(f"{name}: {results[f'{name}_took_s']:.1f} s", flush=True)
         results |= {"failed": failed, "not_run": not_run}
-        # Written after every part: a run that is cut short keeps what it had.
+        # Written after every part, so that an interrupted run keeps its results.
         (folder / "casgd.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for text in not_run:
         print(f"not run: {text}")

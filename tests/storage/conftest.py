@@ -1,4 +1,4 @@
-"""The places every storage test runs over: a local folder, memory, and S3 (a mock server on the loopback)."""
+"""The stores of the storage tests: a local folder, memory, and S3 (a mock server on the loopback)."""
 
 import os
 import threading
@@ -43,7 +43,7 @@ def s3_bucket() -> Iterator[str]:
 
 @pytest.fixture
 def fresh_s3(s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Home of a user who configured and cached nothing, with new connections to S3: s3fs keeps and shares them."""
+    """Home of a user without configuration and cache, with new connections to S3, which s3fs would share."""
     import s3fs
 
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -56,7 +56,7 @@ def fresh_s3(s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def serve(fresh_s3: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Starts an S3 server that has one answer to everything (0: none), which is asked from then on."""
+    """Starts an S3 server with one answer to every request (0: no answer), which all stores use from then on."""
     servers = []
     done = threading.Event()
 
@@ -90,7 +90,7 @@ def serve(fresh_s3: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of an empty place, of each kind in turn."""
+    """URL of an empty store, of each kind in turn."""
     if request.param == "local":
         return str(tmp_path / "store")
     name = uuid.uuid4().hex
@@ -203,7 +203,7 @@ def _describe_as(name: str, **changes: object) -> Describe:
 
 @pytest.fixture
 def describe_as() -> Callable[..., Describe]:
-    """Makes what ``Registry.publish`` asks for a manifest; keywords change fields."""
+    """Makes the ``describe`` argument of ``Registry.publish``; keywords change fields of the manifest."""
     return _describe_as
 
 

@@ -1,4 +1,4 @@
-"""The registry and data commands: data on stdout, errors with our exit codes, nothing that a name can forge."""
+"""The registry and data commands: data on stdout, errors with our exit codes, and names that cannot forge output."""
 
 import json
 import os

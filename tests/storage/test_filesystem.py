@@ -27,7 +27,7 @@ def store(store_url: str) -> Store:
 # --- the contract, over every kind of store
 
 
-def test_what_was_written_is_read_back(store: Store) -> None:
+def test_a_written_file_is_read_back(store: Store) -> None:
     store.write_bytes("a/b/c.bin", b"\0one")
     assert store.read_bytes("a/b/c.bin") == b"\0one"
     assert store.exists("a/b/c.bin")

@@ -1,4 +1,4 @@
-"""A local folder: a full or read-only disk, a kill at any point, links and pipes never harm what is stored."""
+"""A local folder: a full or read-only disk, a kill at any point, links and pipes never harm stored files."""
 
 import errno
 import os
@@ -136,7 +136,7 @@ def test_without_hard_links_creation_is_still_exclusive(
 
 
 def test_a_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
-    """SIGKILL at 50 points spread over the system calls of a write: what is visible is always whole."""
+    """SIGKILL at 50 points spread over the system calls of a write: visible files are always whole."""
     code = (
         "import os, sys, itertools; from precision_time.storage.filesystem import open_store\n"
         "store = open_store(sys.argv[1]); calls = itertools.count(); deadline = int(sys.argv[2])\n"
@@ -150,7 +150,7 @@ def test_a_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
         "for number in range(9):\n"
         "    store.write_bytes('a/x', bytes([number]) * 1000); store.create_bytes(f'b/{number}', bytes(1000))\n"
     )
-    # One interpreter forks per point: starting 50 would take longer than the test is worth.
+    # One interpreter forks for each point, because starting 50 interpreters would take too long.
     driver = (
         "import os, sys\n"
         "import precision_time.storage.filesystem\n"

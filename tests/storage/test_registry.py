@@ -1,4 +1,4 @@
-"""The registry: a version is whole and unchanged or it does not exist, and no name leads anywhere else."""
+"""The registry: a version is whole and unchanged or it does not exist, and no name leads out of the registry."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def local(tmp_path: Path) -> Registry:
 # --- publishing and loading, over every kind of store
 
 
-def test_what_was_published_is_loaded(registry: Registry, store: Store, publish: Publish) -> None:
+def test_a_published_artifact_is_loaded(registry: Registry, store: Store, publish: Publish) -> None:
     published = publish(registry)
     manifest, files = registry.load("demo")
     assert manifest == published
@@ -130,7 +130,7 @@ def test_an_alias_moves_and_rolls_back_step_by_step(registry: Registry, store: S
     assert registry.roll_back("demo") == 1
 
 
-def test_what_is_not_there_is_named_with_what_is(registry: Registry, publish: Publish) -> None:
+def test_a_missing_artifact_is_named_with_those_that_exist(registry: Registry, publish: Publish) -> None:
     with pytest.raises(NotFoundError, match="demo@champion"):
         registry.load("demo")
     publish(registry)
@@ -301,7 +301,7 @@ def test_a_full_disk_leaves_no_version(local: Registry, monkeypatch: pytest.Monk
 
 
 class Killed(BaseException):
-    """The process ends here: nothing after it runs against the store."""
+    """The process ends here, and nothing more reaches the store."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -381,7 +381,7 @@ def test_a_publisher_killed_anywhere_leaves_versions_valid_or_absent(
     assert local.load("demo")[1] == FILES
 
 
-def test_a_claim_left_behind_is_stepped_over(registry: Registry, store: Store, publish: Publish) -> None:
+def test_an_unfinished_claim_is_skipped(registry: Registry, store: Store, publish: Publish) -> None:
     publish(registry)
     store.create_bytes("demo/2/.claim", b"someone")
     store.create_bytes("demo/2/trees.npz", b"half")

@@ -1,4 +1,4 @@
-"""Tables from anywhere: read with clear errors, written whole and equal for equal content, joined without doubles."""
+"""Tables: read with clear errors, written whole and equal for equal content, appended without duplicates."""
 
 import json
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_a_parquet_column_of_lists_is_named(tmp_path: Path) -> None:
         (b'a,b\n"1,2\n', "cannot be read"),
     ],
 )
-def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.csv").write_bytes(content)
     with pytest.raises(InputError, match=message):
         read_table(tmp_path / "a.csv")

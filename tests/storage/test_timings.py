@@ -165,7 +165,7 @@ def test_cards_are_replaced_and_listed_by_name(dataset: TimingsDataset) -> None:
         dataset.write_card("hardware", "nan", {"peak": math.nan})
 
 
-def test_the_snapshot_is_of_what_was_read(dataset: TimingsDataset, cell_rows: Rows) -> None:
+def test_the_snapshot_covers_the_files_of_the_last_read(dataset: TimingsDataset, cell_rows: Rows) -> None:
     dataset.record(cell_rows())
     dataset.measurements()
     before = dataset.snapshot_sha256()
@@ -441,7 +441,7 @@ def test_a_recorder_killed_anywhere_loses_and_repeats_nothing(
 ) -> None:
     """SIGKILL before each system call of a write in turn; a run after it fills the gaps."""
     code = (
-        # pyarrow looks for pandas at first use: once here instead of in every fork.
+        # pyarrow imports pandas at first use: here once instead of in every fork.
         "import itertools, os, sys, pandas\n"
         "from precision_time.storage.timings import TimingsDataset\n"
         "from precision_time.storage.schema import IterationTiming\n"

@@ -1,4 +1,4 @@
-"""Every call of an MpiCommunicator once; rank 0 prints what came out as one JSON line."""
+"""Every call of an MpiCommunicator once; rank 0 prints the results as one JSON line."""
 
 import json
 import os
@@ -14,7 +14,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # an MPI that takes GPU arrays could no
 
 
 class DeviceArray:
-    """What an array on a GPU has and the host cannot look into."""
+    """The methods of an array on a GPU, without access from the host."""
 
     def __init__(self, values):
         self._values = values
@@ -41,7 +41,7 @@ for kind in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
     comm.sum(buffer)
     out[np.dtype(kind).name] = buffer.astype(float).tolist()
 
-# Numbers whose sum is no bfloat16: the fp32 sum, rounded once, is the wanted answer.
+# The sums of these numbers are no bfloat16 numbers: the fp32 sum, rounded once, is the expected result.
 rng = np.random.default_rng(7)
 of_ranks = rng.normal(size=(comm.size, 500)).astype(ml_dtypes.bfloat16)
 buffer = of_ranks[comm.rank].copy()

@@ -1,4 +1,4 @@
-"""Rank 1 differs from rank 0 in what the command line names; every rank prints the error it gets."""
+"""Rank 1 differs from rank 0 in the values of the command line; every rank prints its error."""
 
 import json
 import sys

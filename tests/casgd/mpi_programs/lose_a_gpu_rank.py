@@ -1,4 +1,4 @@
-"""Sums by NCCL on the stand-in for CuPy; the last rank falls silent in a run, the first must end by the deadline."""
+"""Sums by NCCL on the stand-in for CuPy; the last rank hangs in a run, and the first must end by the deadline."""
 
 import sys
 import tempfile

@@ -1,4 +1,4 @@
-"""The last rank is killed, or falls silent, after the first sum; the others must end within the deadline."""
+"""The last rank is killed, or hangs, after the first sum; the others must end within the deadline."""
 
 import os
 import signal

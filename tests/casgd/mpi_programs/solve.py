@@ -1,4 +1,4 @@
-"""Each case is solved by one process and by all ranks; rank 0 prints how far the weights differ and what was called."""
+"""Each case is solved by one process and by all ranks; rank 0 prints the differences and the number of MPI calls."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Rank 1 runs the solver with another option, or other data, than rank 0; both must be told at start."""
+"""Rank 1 runs the solver with another option, or other data, than rank 0; both must raise at the start."""
 
 import sys
 
