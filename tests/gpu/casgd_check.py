@@ -245,7 +245,7 @@ def check_end_to_end() -> list[dict[str, Any]]:
 
 
 def check_nccl() -> dict[str, Any]:
-    """Sums of one rank, with and without prefetch: they change nothing; their cost, and whether a stream captures them."""
+    """Sums of one rank, with and without prefetch: correctness, cost, and whether a stream captures them."""
     import cupy
 
     if not importlib.import_module("cupy.cuda.nccl").available:
