@@ -14,7 +14,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from precision_time.casgd.arrays import library_of, to_host
-from precision_time.casgd.communicator import Communicator, check_agreement
+from precision_time.casgd.communicator import Communicator, agree, check_agreement
 from precision_time.casgd.errors import NotConvergedWarning, PrecisionWarning
 from precision_time.casgd.guard import Verdict
 from precision_time.casgd.guarded_training import GuardSettings, choose_precision, train_guarded
@@ -32,7 +32,6 @@ from precision_time.casgd.training import (
     place_features,
 )
 from precision_time.casgd.validation import (
-    agree,
     check_dtype,
     check_finite,
     check_fits_format,

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from precision_time.casgd.column_cache import convert_libsvm, open_cache
-from precision_time.casgd.communicator import Communicator, DelayedCommunicator
+from precision_time.casgd.communicator import Communicator, DelayedCommunicator, agree
 from precision_time.casgd.datasets import BUILTIN, Dataset, Standardiser, load_builtin, synth
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.mpi import find_communicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.problem import Problem
 from precision_time.casgd.training import place_features
-from precision_time.casgd.validation import agree, share_columns
+from precision_time.casgd.validation import share_columns
 
 __all__ = ["CommandData", "join_ranks", "read_data"]
 

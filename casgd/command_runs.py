@@ -15,7 +15,7 @@ import numpy as np
 from precision_time.casgd.arrays import to_host
 from precision_time.casgd.bounds import OuterStep
 from precision_time.casgd.command_data import CommandData
-from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.communicator import Communicator, agree
 from precision_time.casgd.emulator import compare_errors
 from precision_time.casgd.errors import InputError, NotConvergedWarning
 from precision_time.casgd.guard import OnRisk, fallbacks
@@ -30,7 +30,6 @@ from precision_time.casgd.training import (
     make_schedule,
     train,
 )
-from precision_time.casgd.validation import agree
 
 __all__ = ["Model", "bound_errors", "fit_model", "plan_run", "save_model", "time_runs"]
 

@@ -4,12 +4,12 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from precision_time.casgd.errors import CommunicationError, InputError
+from precision_time.casgd.errors import CasgdError, CommunicationError, InputError
 
 __all__ = [
     "ABORT_STATUS",
@@ -21,6 +21,7 @@ __all__ = [
     "Done",
     "OneProcess",
     "Pending",
+    "agree",
     "check_agreement",
     "check_buffer",
     "check_deadline",
@@ -30,6 +31,8 @@ __all__ = [
     "to_json",
     "without_delay",
 ]
+
+T = TypeVar("T")
 
 ABORT_STATUS = 3
 WIRE_TYPES = ("float32", "float64")
@@ -248,3 +251,26 @@ def check_agreement(comm: Communicator, values: Mapping[str, object]) -> None:
             expected="the same values on every rank",
             fix="start every rank with the same options and the same rows",
         )
+
+
+def agree(comm: Communicator, work: Callable[[], T]) -> T:
+    """``work()``; if it fails on one rank, all ranks raise, so that none waits for the others.
+
+    Raises:
+        InputError: on ranks whose own work succeeded; names the first rank whose work failed.
+    """
+    if comm.size == 1:
+        return work()
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except (CasgdError, ValueError, TypeError, OSError) as error:
+        failure = error
+    messages = comm.gather(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise InputError(f"rank {rank} cannot go on", got=message)
+    return result  # type: ignore[return-value]  # it is set where nothing failed

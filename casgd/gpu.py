@@ -81,7 +81,7 @@ class DeviceRun(Run):
         self._marks: list[list[tuple[str, Any]]] = []
 
     def _place_weights(self, weights: Any) -> np.ndarray:
-        """Fill the device; `Run` reports a failure here to all ranks, so no rank waits for one that has left.
+        """Fill the device; `Run` raises a failure here on all ranks, so no rank waits for one that has left.
 
         The host's part of the weights is empty.
         """

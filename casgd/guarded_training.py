@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from precision_time.casgd.arrays import DenseFeatures, library_of, store_features
-from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.communicator import Communicator, agree
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.guard import OnRisk, Verdict, choose_policy
 from precision_time.casgd.precision import ROUNDOFF, PrecisionPolicy, find_policy
 from precision_time.casgd.problem import Options, Problem, Solution, Start
 from precision_time.casgd.training import train
-from precision_time.casgd.validation import agree
 
 __all__ = ["GuardSettings", "Guarded", "choose_precision", "train_guarded"]
 

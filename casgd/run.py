@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from precision_time.casgd.arrays import Features, library_of, store_features, work_type
-from precision_time.casgd.communicator import Communicator, check_agreement
+from precision_time.casgd.communicator import Communicator, agree, check_agreement
 from precision_time.casgd.errors import CommunicationError, InputError
 from precision_time.casgd.gram import round_in_place
 from precision_time.casgd.mpi import find_communicator
@@ -82,7 +82,7 @@ class Run(ABC):
         self.recurrence = carrier("fp64" if "fp64" in (policy.recurrence, policy.link) else "fp32")
         if self.comm.size > 1:
             check_agreement(self.comm, self._replicated(start))
-        self.features, self.weights = self._prepare_columns(start.weights)
+        self.features, self.weights = agree(self.comm, lambda: self._prepare_columns(start.weights))
         self.intercept = float(start.intercept)
         self.targets = np.asarray(problem.targets, dtype=self.recurrence)
         self.importance = None if problem.sample_weight is None else np.asarray(problem.sample_weight, dtype=np.float64)
@@ -128,27 +128,15 @@ class Run(ABC):
         }
 
     def _prepare_columns(self, weights: Any) -> tuple[Features, np.ndarray]:
-        """Features and first weights; if those of one rank are refused, every rank raises instead of waiting."""
-        failure: InputError | None = None
-        try:
-            if self.comm.size > 1 and self._owned.shape[1] == 0:
-                raise InputError(
-                    "a rank owns no column",
-                    got=f"rank {self.comm.rank} of {self.comm.size}",
-                    expected="at least one column on every rank",
-                    fix="start at most as many ranks as there are columns",
-                )
-            stored = store_features(self.problem.features, self.options.policy), self._place_weights(weights)
-        except InputError as error:
-            failure = error
-        if self.comm.size > 1:
-            failures = self.comm.gather(None if failure is None else str(failure))
-            others = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
-            if others and failure is None:
-                raise InputError("another rank cannot start", got="; ".join(others[:4]))
-        if failure is not None:
-            raise failure
-        return stored
+        """Features and first weights of this rank."""
+        if self.comm.size > 1 and self._owned.shape[1] == 0:
+            raise InputError(
+                "a rank owns no column",
+                got=f"rank {self.comm.rank} of {self.comm.size}",
+                expected="at least one column on every rank",
+                fix="start at most as many ranks as there are columns",
+            )
+        return store_features(self.problem.features, self.options.policy), self._place_weights(weights)
 
     def _place_weights(self, weights: Any) -> np.ndarray:
         kind = carrier(self.options.policy.weights)

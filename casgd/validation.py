@@ -2,20 +2,18 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from precision_time.casgd.arrays import to_host
 from precision_time.casgd.column_cache import split_columns
-from precision_time.casgd.communicator import Communicator
-from precision_time.casgd.errors import CasgdError, InputError
+from precision_time.casgd.errors import InputError
 from precision_time.casgd.precision import LARGEST, PrecisionPolicy
 
 __all__ = [
     "DtypeError",
-    "agree",
     "check_counts",
     "check_dtype",
     "check_finite",
@@ -27,8 +25,6 @@ __all__ = [
     "share_columns",
     "signed_labels",
 ]
-
-T = TypeVar("T")
 
 # The element types of features and targets; check_dtype refuses others before the values are read.
 _ACCEPTED_TYPES = ("float64", "float32", "float16", "integers", "booleans")
@@ -234,26 +230,3 @@ def share_columns(features: Any, size: int) -> list[tuple[int, int]]:
     columns = int(features.shape[1])
     stored = np.bincount(features.tocsr().indices, minlength=columns) if hasattr(features, "tocsr") else None
     return split_columns(columns, size, nonzeros=stored)
-
-
-def agree(comm: Communicator, work: Callable[[], T]) -> T:
-    """``work()``; if it fails on one rank, all ranks raise, so that none waits for the others.
-
-    Raises:
-        InputError: on ranks whose own work succeeded; names the first rank whose work failed.
-    """
-    if comm.size == 1:
-        return work()
-    failure: Exception | None = None
-    result: T | None = None
-    try:
-        result = work()
-    except (CasgdError, ValueError, TypeError, OSError) as error:
-        failure = error
-    messages = comm.gather(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise InputError(f"rank {rank} cannot go on", got=message)
-    return result  # type: ignore[return-value]  # it is set where nothing failed

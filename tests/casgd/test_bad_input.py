@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
-from precision_time.casgd.communicator import OneProcess
+from precision_time.casgd.communicator import OneProcess, agree
 from precision_time.casgd.errors import InputError, NotConvergedWarning, PrecisionWarning
 from precision_time.casgd.estimators import CASGDClassifier, CASGDPoissonRegressor, CASGDRegressor
-from precision_time.casgd.validation import DtypeError, agree, check_dtype, share_columns
+from precision_time.casgd.validation import DtypeError, check_dtype, share_columns
 
 # FP32, because after so few epochs the steps are still long, and the guard would warn of them.
 QUICK: dict[str, Any] = {"max_iter": 5, "tol": None, "random_state": 0, "precision": "fp32"}

@@ -318,7 +318,7 @@ def test_a_rank_without_columns_is_named_on_every_rank(s, form, problem_of, rank
 
     first, second = ranks(job, 2)
     assert second.startswith("a rank owns no column; got: rank 1 of 2")
-    assert first.startswith("another rank cannot start; got: rank 1: a rank owns no column")
+    assert first.startswith("rank 1 cannot go on; got: a rank owns no column")
 
 
 class _OwnSums:
@@ -396,7 +396,7 @@ def test_bad_columns_on_one_rank_end_every_rank(problem_of, ranks):
         return str(caught.value)
 
     messages = ranks(job, 3)
-    assert "another rank cannot start; got: rank 1: features hold NaN" in messages[0]
+    assert "rank 1 cannot go on; got: features hold NaN" in messages[0]
     assert messages[1].startswith("features hold NaN")
     assert messages[2] == messages[0]
 

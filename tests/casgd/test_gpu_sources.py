@@ -328,7 +328,7 @@ def test_the_failure_of_one_gpu_rank_is_raised_on_the_others(gpu, wrong):
 
     errors = run_in_threads(work)
     assert [type(error) for error in errors] == [InputError, InputError], errors
-    assert f"another rank cannot start; got: rank 1: {errors[1]}" in str(errors[0])
+    assert f"rank 1 cannot go on; got: {errors[1]}" in str(errors[0])
     assert wrong in str(errors[1]) or wrong == "sparse"
 
 

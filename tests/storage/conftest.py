@@ -11,7 +11,7 @@ import pytest
 
 from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
 from precision_time.storage.registry import Registry
-from precision_time.storage.schema import IterationTiming
+from precision_time.storage.schema import CellOutcome, IterationTiming
 
 Describe = Callable[[int, tuple[ArtifactFile, ...]], ArtifactManifest]
 
@@ -174,6 +174,29 @@ def cell_rows() -> Callable[..., list[IterationTiming]]:
         return rows
 
     return make
+
+
+@pytest.fixture
+def outcome() -> CellOutcome:
+    """A failed first attempt."""
+    return CellOutcome(
+        cell_id="00000000000000aa",
+        attempt=1,
+        status="failed",
+        cause="signal 9",
+        message="rank 1 died\nbadly",
+        model="mlp",
+        precision="amp_bf16",
+        world_size=2,
+        nodes=1,
+        per_gpu_batch_size=8,
+        gradient_accumulation_steps=1,
+        strategy="ddp",
+        gpu="cpu-x-2c",
+        host="here",
+        started_at=1.5,
+        duration_s=2.5,
+    )
 
 
 def _describe_as(name: str, **changes: object) -> Describe:
