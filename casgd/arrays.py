@@ -1,4 +1,4 @@
-"""Which array library holds the features, and batches of their rows in the type of the arithmetic; the door to CuPy."""
+"""Features of NumPy, SciPy and CuPy: which library it is, rounding to a format, gathering rows; the door to CuPy."""
 
 import functools
 import os
@@ -19,6 +19,7 @@ __all__ = [
     "library_of",
     "move_to_gpu",
     "store_features",
+    "to_host",
     "work_type",
 ]
 
@@ -27,16 +28,16 @@ DENSE_FROM_DENSITY = 0.05
 # A block is not made dense above this many numbers (FP32: 256 MiB).
 _LARGEST_DENSE_BLOCK = 2**26
 
-# What launchers tell a process of its place on its machine: Open MPI, Hydra (MPICH and Intel MPI), MVAPICH2, and last
-# Slurm, which counts the launcher's helpers where another launcher starts the ranks.
+# The variables by which launchers number the processes of a machine: Open MPI, Hydra (MPICH and Intel MPI), MVAPICH2,
+# and last Slurm, whose number is that of a helper process if another launcher starts the ranks.
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def library_of(features: Any) -> Literal["numpy", "scipy", "cupy"]:
-    """Which library's array this is; nothing is imported to find out.
+    """The library of an array; none is imported to find out.
 
     Raises:
-        InputError: none of the three, or a sparse matrix that is not CSR.
+        InputError: another library, or a sparse matrix that is not CSR.
     """
     if isinstance(features, np.ndarray):
         return "numpy"
@@ -66,10 +67,11 @@ def import_cupy() -> Any:
 
 
 def choose_gpu() -> str:
-    """Make the GPU of this process's local rank CuPy's current one, and tell which it is and why.
+    """Make the GPU of this process's local rank CuPy's current device; returns which GPU that is, and why.
 
-    The local rank is what the launcher told, modulo the GPUs that are visible. A current GPU other than the first is
-    somebody's choice and stays; without a launcher any does. Under a launcher standard error is told as well, once.
+    The local rank comes from the launcher, modulo the number of visible GPUs. A current GPU other than the first was
+    set by the caller and stays, and so does any GPU without a launcher. Under a launcher, standard error gets the same
+    line, once.
 
     Raises:
         InputError: CuPy is not installed, or finds no GPU.
@@ -81,14 +83,14 @@ def choose_gpu() -> str:
     name = next((name for name in _LOCAL_RANKS if os.environ.get(name, "").isdecimal()), None)
     if name is None:
         return f"GPU {current} of {count}, the current one"
-    chosen = int(os.environ[name]) % count
-    if current in (0, chosen):
-        cuda.Device(chosen).use()
-        told = f"GPU {chosen} of {count}, by {name}={os.environ[name]}"
+    local = int(os.environ[name]) % count
+    if current in (0, local):
+        cuda.Device(local).use()
+        line = f"GPU {local} of {count}, by {name}={os.environ[name]}"
     else:
-        told = f"GPU {current} of {count}, the current one"
-    _say_once(told)
-    return told
+        line = f"GPU {current} of {count}, the current one"
+    _say_once(line)
+    return line
 
 
 @functools.cache
@@ -97,7 +99,7 @@ def _say_once(message: str) -> None:
 
 
 def move_to_gpu(features: np.ndarray) -> Any:
-    """A copy of ``features`` on the GPU that `choose_gpu` takes.
+    """A copy of ``features`` on the GPU of `choose_gpu`.
 
     Raises:
         InputError: CuPy is not installed, or finds no GPU.
@@ -106,18 +108,23 @@ def move_to_gpu(features: np.ndarray) -> Any:
     return import_cupy().asarray(features)
 
 
-def work_type(policy: PrecisionPolicy) -> np.dtype[Any]:
-    """The type in which Y w, Y Y^T and Y^T c are multiplied and summed: float64 if any of the three asks for it.
+def to_host(values: Any) -> Any:
+    """``values`` in host memory, of the same type: an ndarray, or a sparse matrix as it is."""
+    return values.get() if hasattr(values, "get") else values
 
-    The products of two FP16, BF16 or TF32 numbers are exact in float32, so a converted block in a float32 product
-    is the arithmetic of a tensor core.
+
+def work_type(policy: PrecisionPolicy) -> np.dtype[Any]:
+    """The type in which Y w, Y Y^T and Y^T c are multiplied and summed: float64 if the policy has it for any of them.
+
+    The product of two FP16, BF16 or TF32 numbers is exact in float32, so a float32 product of converted blocks is the
+    arithmetic of a tensor core.
     """
     formats = (policy.margin_accumulate, policy.gram_accumulate, policy.increment)
     return carrier("fp64" if "fp64" in formats else "fp32")
 
 
 class Features(Protocol):
-    """Stored features; rows are gathered and converted block by block."""
+    """Stored features, whose rows are gathered and converted block by block."""
 
     shape: tuple[int, int]
 
@@ -149,7 +156,7 @@ class DenseFeatures:
             return block
         count = rows.shape[0]
         block = self._block(count, slot)
-        # mode "clip" lets take write straight into out; the rows are a permutation, so none is outside.
+        # Mode "clip" lets take write straight into the block; the rows are part of a permutation, so none is clipped.
         if not self._converted:
             return self.values.take(rows, 0, block, "clip")
         if self._stored.shape[0] < count:
@@ -181,7 +188,7 @@ class SparseFeatures:
 def store_features(features: Any, policy: PrecisionPolicy) -> Features:
     """The features rounded once to ``policy.x_storage``, on the host.
 
-    An array that already has the storage type is taken as it is, without a copy.
+    An array that already has the storage type is used without a copy.
 
     Raises:
         InputError: NaN or infinity in the features, or values past the range of the format.
@@ -200,7 +207,7 @@ def store_features(features: Any, policy: PrecisionPolicy) -> Features:
     stored = features
     if fmt == "tf32" or features.dtype != storage:
         with np.errstate(over="ignore"):
-            # Through round_to where the cast would round twice: ml_dtypes goes from float64 by way of float32.
+            # By round_to if the cast would round twice: ml_dtypes converts float64 through float32.
             stored = features.astype(storage) if fmt not in ("tf32", "bf16") else _round_dense(features, fmt, storage)
     _check_finite(stored, features, fmt)
     return DenseFeatures(np.ascontiguousarray(stored), work=work)
@@ -216,7 +223,7 @@ def _storage_type(fmt: str) -> np.dtype[Any]:
 
 
 def _round_dense(features: np.ndarray, fmt: str, storage: np.dtype[Any]) -> np.ndarray:
-    """Rounded a few rows at a time, so that the temporaries stay in the cache."""
+    """Round a few rows at a time, so that the temporaries stay in the cache."""
     stored = np.empty(features.shape, dtype=storage)
     step = max(1, 2**18 // max(1, features.shape[1]))
     for start in range(0, features.shape[0], step):
@@ -224,8 +231,8 @@ def _round_dense(features: np.ndarray, fmt: str, storage: np.dtype[Any]) -> np.n
     return stored
 
 
-def _check_finite(stored: np.ndarray, given: np.ndarray, fmt: str) -> None:
-    # One sum finds nearly every case in one pass without a temporary; BF16 sums are slow, so those look bit by bit.
+def _check_finite(stored: np.ndarray, original: np.ndarray, fmt: str) -> None:
+    # One sum finds nearly every case in one pass without a temporary; sums of BF16 are slow, so BF16 skips it.
     if stored.dtype in (np.float32, np.float64):
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(stored.sum()):
@@ -234,10 +241,10 @@ def _check_finite(stored: np.ndarray, given: np.ndarray, fmt: str) -> None:
     if not bad.any():
         return
     where = tuple(int(index) for index in np.argwhere(bad)[0])
-    if not np.isfinite(np.asarray(given)[bad].astype(np.float64)).all():
+    if not np.isfinite(np.asarray(original)[bad].astype(np.float64)).all():
         raise InputError("features hold NaN or infinity", got=f"{int(bad.sum())} of them, the first at {where}")
     raise InputError(
         f"features past the range of {fmt}",
-        got=f"{int(bad.sum())} of them, the first at {where}: {np.asarray(given)[where]}",
+        got=f"{int(bad.sum())} of them, the first at {where}: {np.asarray(original)[where]}",
         fix="standardise the columns first, or choose policy 'recipe' or 'fp32'",
     )

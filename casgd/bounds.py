@@ -1,4 +1,4 @@
-"""First-order bounds on what each of the nine precision choices adds to the weights in one outer step of CA-SGD.
+"""First-order bounds on the error that each of the nine precision choices adds to the weights in one outer step.
 
 The nine choices and their bounds are our derivation; the list of the paper (arXiv 2606.18463) was not available to us.
 """
@@ -23,14 +23,14 @@ __all__ = ["BOUNDS", "ExactStep", "OuterStep", "PolicyBounds", "accumulation_bou
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OuterStep:
-    """What one outer step of CA-SGD takes: s batches of b rows, without penalty, intercept and sample weights.
+    """The input of one outer step of CA-SGD: s batches of b rows, without penalty, intercept and sample weights.
 
     rows: Y, (s b, n), the batches stacked in the order of their steps, all columns.
     targets: y, (s b,); they enter the link unrounded.
     weights: w at the start, (n,).
     rates: eta_j, (s,); they enter the recurrence unrounded.
     objective: phi.
-    ranks: P, which own blocks of n/P columns.
+    ranks: P; each owns a block of n/P columns.
 
     Raises:
         InputError: shapes that do not fit, more ranks than columns.
@@ -71,22 +71,22 @@ class OuterStep:
 
     @property
     def columns_per_rank(self) -> int:
-        """n/P, of the rank that has most."""
+        """n/P, of the rank with the most columns."""
         return -(-int(self.rows.shape[1]) // self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExactStep:
-    """The outer step in float64, and what every bound needs of it.
+    """The outer step in float64, and the quantities that the bounds need.
 
-    step: what was solved.
+    step: the input.
     margins: v = Y w, (s b,).
     gram_lower: |G|_<, absolute values of the blocks of Y Y^T strictly below the diagonal, (s b, s b).
-    gram_bound: (|Y| |Y|^T)_<, the same of absolute values, (s b, s b): what rounding errors inside G scale with.
-    live_margins: z, the margins that SGD would see, (s b,).
+    gram_bound: (|Y| |Y|^T)_<, (s b, s b): rounding errors inside G are proportional to it.
+    live_margins: z, the margins of the steps of SGD, (s b,).
     coefficients: c = eta phi'(z)/b, (s b,).
     sensitivity: d = eta phi''(z)/b, (s b,).
-    propagation: K = |(I + G_< diag(d))^-1|, (s b, s b): by it a change of v reaches z, exactly to first order.
+    propagation: K = |(I + G_< diag(d))^-1|, (s b, s b): carries a change of v to z, exactly to first order.
     increment: Y^T c, (n,).
     """
 
@@ -144,9 +144,9 @@ def solve_exactly(step: OuterStep) -> ExactStep:
 
 
 def worst_propagation(step: OuterStep) -> float:
-    """(1 + eta L R^2)^(s-1) >= ||K||_inf, with R^2 = max ||x||^2 and the largest eta: what s can do at worst.
+    """(1 + eta L R^2)^(s-1) >= ||K||_inf, with R^2 = max ||x||^2 and the largest eta: the worst effect of s.
 
-    K itself stays far below it (1.15 to 1.44 at s = 8). Infinite for a loss without a largest phi'' (Poisson).
+    K itself stays far below it (1.15 to 1.44 at s = 8). Infinite for a loss with unbounded phi'' (Poisson).
     """
     if step.objective.smoothness is None:
         return math.inf
@@ -172,9 +172,9 @@ def _reach_weights(exact: ExactStep, *, margin: Any = 0.0, coefficient: Any = 0.
 def bound_x_storage(exact: ExactStep, *, u: float, probabilistic: bool = False) -> float:
     """1: Y (s b, n) rounded once. dz = u |Y||w| + 2u (|Y||Y|^T)_< |c|, direct u |Y|^T |c|.
 
-    Like all nine: ``u`` is the unit roundoff of the choice; the result bounds the Euclidean norm of the change of w
+    As in all nine: ``u`` is the unit roundoff of the choice; the result bounds the Euclidean norm of the change of w
     after the outer step, in the unit of w, to first order in u. ``probabilistic`` replaces a count of roundings by its
-    square root: a prediction, no bound.
+    square root: a prediction, not a bound.
     """
     margin = u * exact.margin_scale + 2 * u * (exact.gram_bound @ np.abs(exact.coefficients))
     return _reach_weights(exact, margin=margin, direct=u * exact.increment_scale)
@@ -212,8 +212,8 @@ def bound_gram_storage(exact: ExactStep, *, u: float, probabilistic: bool = Fals
 def bound_recurrence(exact: ExactStep, *, u: float, probabilistic: bool = False) -> float:
     """6: z_j = v_j - sum_{i<j} G_ji c_i and c_j = eta_j r_j; units as `bound_x_storage`.
 
-    dz_j = (j+1) u |v_j| + (b+j+2) u (|G|_< |c|)_j: v is rounded on entry and by j subtractions, a product G c on entry
-    twice, by b products and additions and by at most j subtractions. dc = u |c|.
+    dz_j = (j+1) u |v_j| + (b+j+2) u (|G|_< |c|)_j: v is rounded on entry and by j subtractions; a product G c is
+    rounded on entry twice, by b products and additions and by at most j subtractions. dc = u |c|.
     """
     step = exact.step
     j = np.repeat(np.arange(step.s, dtype=np.float64), step.batch_size)
@@ -228,7 +228,7 @@ def bound_recurrence(exact: ExactStep, *, u: float, probabilistic: bool = False)
 def bound_link(exact: ExactStep, *, u: float, probabilistic: bool = False) -> float:
     """7: phi' of a rounded z, itself rounded: dc = u (d |z| + |c|), which also reaches the later margins by |G|_<.
 
-    Units as `bound_x_storage`. d |z| is where exp of the Poisson loss multiplies the error of its argument by |z|.
+    Units as `bound_x_storage`. In the term d |z|, exp of the Poisson loss multiplies the error of its argument by |z|.
     """
     change = u * (exact.sensitivity * np.abs(exact.live_margins) + np.abs(exact.coefficients))
     return _reach_weights(exact, coefficient=change)
@@ -242,15 +242,15 @@ def bound_increment(exact: ExactStep, *, u: float, probabilistic: bool = False) 
 def bound_weights(exact: ExactStep, *, u: float, probabilistic: bool = False) -> float:
     """9: w - Y^T c rounded once: direct u (|w| + |Y|^T |c|); units as `bound_x_storage`.
 
-    The step starts from weights that the format already holds. A step below u |w| is lost altogether.
+    The step starts from weights that the format already holds. A step below u |w| is lost entirely.
     """
     return _reach_weights(exact, direct=u * (np.abs(exact.step.weights) + exact.increment_scale))
 
 
-#: The three choices that are sums of many products.
+#: The choices that are sums of many products.
 _ACCUMULATORS = ("margin_accumulate", "gram_accumulate", "increment")
 
-#: The nine by the name of their choice, each ``(exact, *, u, probabilistic=False) -> float``.
+#: The nine bounds by choice, each ``(exact, *, u, probabilistic=False) -> float``.
 BOUNDS: Mapping[str, Callable[..., float]] = MappingProxyType(
     {
         "x_storage": bound_x_storage,
@@ -271,7 +271,7 @@ class PolicyBounds:
     """The bounds of all nine choices of one policy, in the unit of w.
 
     parts: by choice.
-    step_norm: ||Y^T c||, the length of the exact step, to divide by.
+    step_norm: ||Y^T c||, the length of the exact step; divide by it for relative errors.
     """
 
     parts: Mapping[str, float]
@@ -289,7 +289,7 @@ class PolicyBounds:
 
 
 def bound_policy(exact: ExactStep, policy: PrecisionPolicy, *, probabilistic: bool = False) -> PolicyBounds:
-    """The bound of every choice at the format ``policy`` gives it; their sum is first order, as the parts are."""
+    """The bound of every choice at its format in ``policy``; their sum is a first-order bound too."""
     parts = {
         choice: BOUNDS[choice](exact, u=ROUNDOFF[getattr(policy, choice)], probabilistic=probabilistic)
         for choice in CHOICES
@@ -308,13 +308,13 @@ def accumulation_bound(fmt: str, count: int) -> float:
 
 
 def check_accumulators(policy: PrecisionPolicy, *, columns: int, block_rows: int, tolerance: float = 0.01) -> None:
-    """Refuse an accumulator below FP32 where its bound is above ``tolerance``: it would drop small addends.
+    """Refuse an accumulator below FP32 whose bound is above ``tolerance``: it would drop small addends.
 
     A running sum of ones stops at 2/u: 256 in bf16, 2048 in fp16. columns: n/P, the length of the sums of margins and
-    Gram; block_rows: s b, that of the increment.
+    Gram; block_rows: s b, the length of the sums of the increment.
 
     Raises:
-        InputError: with the choice, the bound, and the largest size that would pass.
+        InputError: names the choice, the bound, and the largest size that would pass.
     """
     for choice in _ACCUMULATORS:
         fmt = getattr(policy, choice)

@@ -1,9 +1,9 @@
 """LIBSVM text converted once to a checksummed cache of column blocks, and a rank's columns read back from it.
 
-A cache is a folder: ``header.json`` (shapes, types, and the size and SHA-256 of every file, itself sealed by a digest)
-and the files of the blocks. A dense block is the C-ordered matrix (rows, columns of the block); a CSR block is three
-files, ``data``, ``indices`` (counted from the block's first column) and ``indptr``. Text is read once, in chunks, and
-memory holds one chunk and the labels. The folder appears under its name only when it is complete.
+A cache is a folder: ``header.json`` (shapes, types, the size and SHA-256 of every file, and a digest of the header
+itself) and the files of the blocks. A dense block is the C-ordered matrix (rows, columns of the block); a CSR block is
+three files, ``data``, ``indices`` (counted from the block's first column) and ``indptr``. Text is read once, in chunks,
+and memory holds one chunk and the labels. The folder gets its name when it is complete.
 """
 
 import bz2
@@ -32,7 +32,7 @@ _FORMAT = "casgd-columns"
 _VERSION = 1
 _CHUNK_BYTES = 16 * 2**20
 _OPENERS: dict[str, Any] = {".bz2": bz2.open, ".gz": gzip.open, ".xz": lzma.open}
-# The pairs of labels that LIBSVM's two-class files use, and no others: {3, 7} is more likely a wrong file.
+# The pairs of labels in LIBSVM's two-class files. Other pairs are refused: {3, 7} is more likely a wrong file.
 _LABEL_PAIRS = ((-1.0, 1.0), (0.0, 1.0), (1.0, 2.0))
 
 
@@ -40,18 +40,18 @@ def map_labels(labels: np.ndarray) -> np.ndarray:
     """``labels`` (m,) of {-1,+1}, {0,1} or {1,2} as -1.0 and +1.0, the smaller becoming -1.
 
     Raises:
-        InputError: not exactly two classes, or another pair; the classes found are in the message.
+        InputError: not exactly two classes, or another pair; the message names the classes.
     """
-    found = np.unique(labels)
-    if found.size != 2 or tuple(found.tolist()) not in _LABEL_PAIRS:
-        shown = ", ".join(f"{value:g}" for value in found[:6]) + (", ..." if found.size > 6 else "")
+    classes = np.unique(labels)
+    if classes.size != 2 or tuple(classes.tolist()) not in _LABEL_PAIRS:
+        shown = ", ".join(f"{value:g}" for value in classes[:6]) + (", ..." if classes.size > 6 else "")
         raise InputError(
-            "the labels are not of two classes that are known here",
-            got=f"{found.size} classes: {shown}",
+            "the labels are no known pair of two classes",
+            got=f"{classes.size} classes: {shown}",
             expected="{-1,+1}, {0,1} or {1,2}, both present",
             fix="keep the labels as they are with labels='numbers', or relabel the file",
         )
-    return np.where(labels == found[1], 1.0, -1.0)
+    return np.where(labels == classes[1], 1.0, -1.0)
 
 
 def split_columns(columns: int, ranks: int, *, nonzeros: np.ndarray | None = None) -> list[tuple[int, int]]:
@@ -69,7 +69,7 @@ def split_columns(columns: int, ranks: int, *, nonzeros: np.ndarray | None = Non
     if nonzeros is None:
         edges = [columns * rank // ranks for rank in range(ranks + 1)]
     else:
-        # One for each column: its weight is stored and updated even where it holds nothing.
+        # Plus one for each column, whose weight is stored and updated even if the column is empty.
         before = np.concatenate([[0], np.cumsum(np.asarray(nonzeros, dtype=np.int64) + 1)])
         edges = [int(edge) for edge in np.searchsorted(before, before[-1] * np.arange(ranks + 1) / ranks)]
         edges[0], edges[-1] = 0, columns
@@ -79,7 +79,7 @@ def split_columns(columns: int, ranks: int, *, nonzeros: np.ndarray | None = Non
 
 
 class _HashedFile:
-    """A new file that is hashed while it is written and on the disk when it is closed."""
+    """A new file that is hashed while it is written, and synced to disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
@@ -104,7 +104,7 @@ def _seal(header: dict[str, Any]) -> str:
 
 
 def _line_chunks(source: Path, chunk_bytes: int) -> Iterator[bytes]:
-    """Whole lines of the text, at least ``chunk_bytes`` bytes at a time."""
+    """The text in chunks of whole lines, of at least ``chunk_bytes`` bytes."""
     rest = b""
     with _OPENERS.get(source.suffix, open)(source, "rb") as text:
         while True:
@@ -161,16 +161,18 @@ def convert_libsvm(
     zero_based: bool = False,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> "ColumnCache":
-    """The cache ``target`` of the LIBSVM text ``source`` (plain, .gz, .bz2 or .xz), made unless it is there.
+    """The cache ``target`` of the LIBSVM text ``source`` (plain, .gz, .bz2 or .xz), converted unless it exists.
 
-    ``n_features`` is n: a file does not say how many columns it has, and a test file may lack the last ones. ``blocks``
-    is the number of column blocks (at most n). ``labels`` "binary" maps two classes to -1/+1, see `map_labels`.
+    n_features: n; a LIBSVM file does not state its number of columns, and a test file may lack the last columns.
+    blocks: the number of column blocks (at most n).
+    labels: "binary" maps two classes to -1/+1, see `map_labels`; "numbers" keeps them.
+
     A cache that was made from the same file (by size and time of change) with the same options is opened as it is, so
-    every rank of a job may call this: one converts, the others wait for it. A conversion that dies leaves nothing
-    under ``target``; its remains are cleared by the next.
+    every rank of a job may call this: one rank converts, the others wait. A conversion that dies leaves nothing under
+    ``target``; the next conversion removes its remains.
 
     Raises:
-        InputError: a line that cannot be used, by number; labels of other classes; a cache of something else.
+        InputError: an unusable line, by number; labels of other classes; a cache of another file or other options.
     """
     source, target = Path(source), Path(target)
     if n_features < 1 or blocks < 1 or chunk_bytes < 1:
@@ -197,7 +199,7 @@ def convert_libsvm(
             changed = [name for name, value in origin.items() if cache.header["origin"].get(name) != value]
             if changed:
                 raise InputError(
-                    "the cache that is there was made from something else",
+                    "this cache was made from another file or with other options",
                     got=f"{target}: {', '.join(changed)} differ",
                     fix="name another target, or remove this one",
                 )
@@ -226,9 +228,9 @@ def _write(source: Path, folder: Path, *, origin: dict[str, Any], chunk_bytes: i
         for block in files:
             block["indptr"].append(np.zeros(1, dtype=np.int64))
     for chunk in _line_chunks(source, chunk_bytes):
-        part, told = _parse(chunk, columns=columns, zero_based=origin["zero_based"], first_line=lines)
+        part, part_labels = _parse(chunk, columns=columns, zero_based=origin["zero_based"], first_line=lines)
         lines += chunk.count(b"\n")
-        labels.append(told)
+        labels.append(part_labels)
         nonzeros += np.bincount(part.indices, minlength=columns)
         with np.errstate(over="ignore"):
             rounded = part.astype(dtype)
@@ -277,17 +279,17 @@ def _write(source: Path, folder: Path, *, origin: dict[str, Any], chunk_bytes: i
 
 
 def open_cache(path: str | Path) -> "ColumnCache":
-    """The cache in the folder ``path``; InputError if it is none, damaged, or of another version."""
+    """The cache in the folder ``path``; InputError if it is no cache, damaged, or of another version."""
     path = Path(path)
     try:
         header = json.loads((path / "header.json").read_bytes())
         seal = header.pop("sha256")
-        known = header["format"] == _FORMAT
+        is_cache = header["format"] == _FORMAT
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             "this is no cache of columns", got=f"{path}: {error}", fix="make it with convert_libsvm"
         ) from error
-    if not known or header.get("version") != _VERSION or seal != _seal(header):
+    if not is_cache or header.get("version") != _VERSION or seal != _seal(header):
         raise InputError(
             "the header of the cache is damaged or of another version",
             got=path,
@@ -299,7 +301,7 @@ def open_cache(path: str | Path) -> "ColumnCache":
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnCache:
-    """An open cache; ``header`` is what header.json says."""
+    """An open cache; ``header`` is the content of header.json."""
 
     path: Path
     header: dict[str, Any]
@@ -309,9 +311,9 @@ class ColumnCache:
         """(rows, columns) of the whole matrix."""
         return self.header["rows"], self.header["columns"]
 
-    def targets(self, *, verify: bool = True) -> np.ndarray:
+    def targets(self) -> np.ndarray:
         """The labels (rows,), float64, of all rows."""
-        return np.array(self._map(self.header["targets"], np.dtype("<f8"), verify=verify))
+        return np.array(self._map(self.header["targets"], np.dtype("<f8")))
 
     def column_range(self, *, rank: int = 0, size: int = 1) -> tuple[int, int]:
         """The half-open range of columns of ``rank``: equal counts if dense, equal shares of the non-zeros if CSR."""
@@ -319,18 +321,18 @@ class ColumnCache:
             raise InputError("there is no such rank", got=rank, expected=f"0 to {size - 1}")
         nonzeros = None
         if self.header["layout"] == "csr":
-            nonzeros = self._map(self.header["nonzeros"], np.dtype("<i8"), verify=True)
+            nonzeros = self._map(self.header["nonzeros"], np.dtype("<i8"))
         return split_columns(self.shape[1], size, nonzeros=nonzeros)[rank]
 
-    def features(self, *, rank: int = 0, size: int = 1, verify: bool = True) -> Any:
+    def features(self, *, rank: int = 0, size: int = 1) -> Any:
         """The columns of ``rank`` of ``size``: an array (rows, n_local) or a SciPy CSR matrix.
 
-        Only the blocks that hold them are read, by memory mapping, and with ``verify`` checked against their digests.
-        Dense columns that lie in one block are a read-only view of the file and take no memory; others are copied.
+        Only the blocks with these columns are read, by memory mapping, and checked against their digests. Dense columns
+        of one block are a read-only view of the file and take no memory; others are copied.
         """
         first, end = self.column_range(rank=rank, size=size)
         parts = [
-            self._block(block, max(first, block["first"]), min(end, block["end"]), verify=verify)
+            self._block(block, max(first, block["first"]), min(end, block["end"]))
             for block in self.header["blocks"]
             if block["first"] < end and first < block["end"]
         ]
@@ -342,24 +344,24 @@ class ColumnCache:
 
         return sparse.hstack(parts, format="csr")
 
-    def _block(self, block: dict[str, Any], first: int, end: int, *, verify: bool) -> Any:
+    def _block(self, block: dict[str, Any], first: int, end: int) -> Any:
         dtype = np.dtype(self.header["dtype"]).newbyteorder("<")
         first, end, width = first - block["first"], end - block["first"], block["end"] - block["first"]
         files = block["files"]
         if self.header["layout"] == "dense":
-            return self._map(files["values"], dtype, verify=verify).reshape(-1, width)[:, first:end]
+            return self._map(files["values"], dtype).reshape(-1, width)[:, first:end]
         from scipy import sparse
 
         types = {"data": dtype, "indices": np.dtype("<i4"), "indptr": np.dtype("<i8")}
-        data, indices, indptr = (self._map(files[kind], kept, verify=verify) for kind, kept in types.items())
+        data, indices, indptr = (self._map(files[kind], element) for kind, element in types.items())
         whole = sparse.csr_matrix((data, indices, indptr), shape=(self.shape[0], width), copy=False)
         return whole if (first, end) == (0, width) else whole[:, first:end]
 
-    def _map(self, entry: dict[str, Any], dtype: np.dtype[Any], *, verify: bool) -> np.ndarray:
+    def _map(self, entry: dict[str, Any], dtype: np.dtype[Any]) -> np.ndarray:
         path = self.path / entry["file"]
         try:
             intact = path.stat().st_size == entry["bytes"]
-            if intact and verify:
+            if intact:
                 with path.open("rb") as file:
                     intact = hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
         except OSError:

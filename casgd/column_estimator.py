@@ -1,4 +1,4 @@
-"""What the three estimators share: parameters, checks, columns, and the way from fit to a result on every rank."""
+"""The shared part of the three estimators: parameters, checks, columns, training, and the result on every rank."""
 
 import copy
 import warnings
@@ -13,27 +13,25 @@ from sklearn.base import BaseEstimator, is_classifier
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from precision_time.casgd.arrays import library_of
-from precision_time.casgd.comm import check_agreement, find_communicator
-from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.arrays import library_of, to_host
+from precision_time.casgd.communicator import Communicator, agree, check_agreement
 from precision_time.casgd.errors import NotConvergedWarning, PrecisionWarning
 from precision_time.casgd.guard import Verdict
 from precision_time.casgd.guarded_training import GuardSettings, choose_precision, train_guarded
+from precision_time.casgd.mpi import find_communicator
+from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.objectives import Objective
 from precision_time.casgd.precision import PrecisionPolicy
-from precision_time.casgd.problem import PARTS, Options, Problem, Solution
+from precision_time.casgd.problem import PARTS, Options, Problem, Solution, Start
 from precision_time.casgd.training import (
-    Start,
     best_constant,
     choose_s,
     expected_smoothness,
     make_schedule,
     null_deviance,
     place_features,
-    sum_over_ranks,
 )
 from precision_time.casgd.validation import (
-    agree,
     check_dtype,
     check_finite,
     check_fits_format,
@@ -49,54 +47,7 @@ _RATES = ("optimal", "invscaling", "constant")
 
 
 class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
-    """What the three estimators share; PARAMETERS below are those of each.
-
-    Parameters
-    ----------
-    alpha : weight of the L2 penalty (alpha / 2) |w|^2; the intercept is not penalised.
-    fit_intercept : whether to learn one.
-    max_iter : the most epochs, passes over the rows.
-    tol : stop when for ``n_iter_no_change`` epochs the loss has not fallen by ``tol`` below the best, in units of
-        what there is to explain (half the variance of y, the entropy of the labels, half the null deviance of counts:
-        scikit-learn's is in units of the loss). None runs ``max_iter`` epochs.
-    n_iter_no_change : see ``tol``.
-    batch_size : rows of a step; all of them if there are fewer.
-    shuffle : a new order in each epoch, or the given order in all.
-    random_state : seed of the order; rank 0's counts.
-    learning_rate : 'optimal', eta0 / (1 + (t - 1) / T) with T the steps of ten epochs; 'invscaling',
-        eta0 / t^power_t; 'constant', eta0. t counts steps (batches) from 1.
-    eta0 : the first step. None takes the inverse of the expected smoothness of a batch, estimated from the data
-        (casgd.training.expected_smoothness; ``eta0_`` tells it): no other number is needed on standardised features.
-        Features that are not standardised make it small and training slow.
-    power_t : see ``learning_rate``.
-    warm_start : whether ``fit`` starts from the last result.
-    verbose : 1 prints a line after each run on rank 0.
-    s : steps between two communications; 1 is plain SGD. It changes the time, not the result (in exact arithmetic).
-        'auto' asks the planner, which may take a twentieth of the expected time of ``max_iter`` epochs and else says
-        1; it is 1 on one process. An outer step ends with its epoch, so s above the number of
-        batches of an epoch does what that number does.
-    precision : 'auto' is the recipe (BF16 features, FP32 everything else), or a policy's name or a PrecisionPolicy.
-    on_risk : what to do where rounding would add more than ``largest_excess`` to the loss on the rounded features (on
-        the original ones it adds less): 'fallback' takes FP16, then FP32, 'warn' keeps the policy, 'raise' refuses.
-        None is 'fallback' for precision 'auto', 'warn' for any other. With fewer than two rows a column in the guard's
-        sample (above 384 columns, always) nothing can be said before training: the weights are judged after 1, 2, 4,
-        8, ... epochs and after the last, and a fall-back starts training anew.
-    largest_excess : see ``on_risk``, a share of the loss.
-    prefetch : send the Gram blocks of the next outer step during this one's recurrence; the same result, two messages
-        an outer step instead of one, the large one hidden where the communicator works while the solver does.
-    comm : the ranks: None, "mpi", an mpi4py communicator, or a Communicator of casgd.comm.
-    device : 'auto' computes where X is, 'cuda' moves X to the GPU, 'cpu' back.
-    column_block : False: every rank passes all of X and uses its share of the columns. True: each passes its own
-        columns only, in the order of the ranks, to ``fit`` and to every prediction.
-
-    Attributes
-    ----------
-    coef_, intercept_ : all columns, on every rank. n_iter_ : epochs done. loss_curve_ : loss per epoch as the steps
-    saw it, without the penalty (several classes: a list per class). precision_ : the PrecisionPolicy in use.
-    verdict_ : what the guard found (None for fp64 and fp32). plan_ : what the planner found (None where it was not
-    asked). s_, eta0_ : in use. t_ : steps done. timings_ : seconds of this rank by part. reductions_ : sums over
-    ranks that the solver asked for. columns_ : the columns that this rank owns.
-    """
+    """The shared part of the three estimators; estimators.py documents parameters and attributes."""
 
     _objective: Objective
     coef_: np.ndarray
@@ -170,27 +121,47 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         return tags
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train on X (m, n), dense or CSR, and y (m,); sample_weight (m,) multiplies each row's loss.
+        """Train the model.
 
-        Raises InputError for what cannot be used, also when training diverged. Warns with
-        NotConvergedWarning when max_iter ended training before tol did.
+        Parameters
+        ----------
+        X : array or CSR matrix of shape (m, n)
+            Features; with ``column_block`` only the columns of this rank. NumPy, SciPy or CuPy.
+        y : array of shape (m,)
+            Labels, numbers or counts.
+        sample_weight : array of shape (m,) or float, default=None
+            Weight of the loss of each row.
+
+        Returns
+        -------
+        The fitted estimator.
+
+        Raises
+        ------
+        InputError
+            Input that cannot be used, or training that diverged.
+
+        Warns
+        -----
+        NotConvergedWarning
+            ``max_iter`` ended training before ``tol`` did.
+        PrecisionWarning
+            A risk or advice of the guard.
         """
         return self._train(X, y, sample_weight, again=self.warm_start, epochs=None)
 
-    # What differs between a classifier and a regressor.
-
     @abstractmethod
     def _read_targets(self, y: np.ndarray, *, again: bool, partial: bool, classes: Any) -> list[np.ndarray]:
-        """One vector of targets for each model to train."""
+        """A vector of targets for each model: one, or one for each of several classes."""
 
     def _train(
         self, X: Any, y: Any, sample_weight: Any, *, again: bool, epochs: int | None, classes: Any = None
     ) -> Self:
         partial = epochs is not None
         comm = find_communicator(self.comm)
-        known = again and hasattr(self, "coef_")
-        features, y, weights = agree(comm, lambda: self._read(X, y, sample_weight, reset=not known))
-        targets = agree(comm, lambda: self._read_targets(y, again=known, partial=partial, classes=classes))
+        continued = again and hasattr(self, "coef_")
+        features, y, weights = agree(comm, lambda: self._read(X, y, sample_weight, reset=not continued))
+        targets = agree(comm, lambda: self._read_targets(y, again=continued, partial=partial, classes=classes))
         seed = int(comm.gather(int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max)))[0])
         self._check_ranks(comm, features, targets)
         block = self._own_columns(features, comm)
@@ -206,13 +177,13 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
             )
             for target in targets
         ]
-        options = self._make_options(problems, comm, known=known and partial, epochs=epochs, seed=seed)
-        if not (known and partial):
+        options = self._make_options(problems, comm, continued=continued and partial, epochs=epochs, seed=seed)
+        if not (continued and partial):
             self._choose(problems, options, comm)
-        # Epochs that come one by one are judged after 1, 2, 4, ... of them, as those of a fit are.
-        starts = [self._start(problem, k, known, partial) for k, problem in enumerate(problems)]
+        # Single epochs of partial_fit are judged after 1, 2, 4, ... of them, as those of a fit are.
+        starts = [self._start(problem, k, continued, partial) for k, problem in enumerate(problems)]
         done = starts[0].epochs + options.epochs
-        found = train_guarded(
+        trained = train_guarded(
             problems,
             [self._with_tol(replace(options, policy=self.precision_, s=self.s_), problem) for problem in problems],
             starts=starts,
@@ -220,15 +191,15 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
             settings=self._guard_settings(),
             comm=comm,
         )
-        solutions, self.precision_ = found.solutions, found.policy
-        self.verdict_ = found.verdict or self.verdict_
-        for text in found.warnings:
+        solutions, self.precision_ = trained.solutions, trained.policy
+        self.verdict_ = trained.verdict or self.verdict_
+        for text in trained.warnings:
             warnings.warn(text, PrecisionWarning, stacklevel=3)
-        self._keep(solutions, comm, partial=known and partial)
+        self._keep(solutions, comm, partial=continued and partial)
         if self.verbose and comm.rank == 0:
-            loss = np.mean([one.loss_curve[-1] for one in solutions])
+            loss = np.mean([solution.loss_curve[-1] for solution in solutions])
             print(f"{type(self).__name__}: {self.n_iter_} epochs, loss {loss:.6g}, {self.precision_.name}, s={self.s_}")
-        if epochs is None and self.tol is not None and not all(one.converged for one in solutions):
+        if epochs is None and self.tol is not None and not all(solution.converged for solution in solutions):
             warnings.warn(
                 f"training ended after max_iter={self.max_iter} epochs while the loss still fell by more than "
                 f"tol={self.tol:g}; raise max_iter or tol, or standardise the features",
@@ -238,7 +209,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         return self
 
     def _choose(self, problems: Sequence[Problem], options: Options, comm: Communicator) -> None:
-        """Set ``precision_``, ``verdict_``, ``s_`` and ``plan_``; a partial_fit is judged as the first of max_iter."""
+        """Set ``precision_``, ``verdict_``, ``s_`` and ``plan_``, in partial_fit as if ``max_iter`` epochs followed."""
         self.precision_, warned, self.verdict_ = choose_precision(
             problems, options, precision=self.precision, settings=self._guard_settings(), comm=comm
         )
@@ -246,8 +217,8 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
             warnings.warn(text, PrecisionWarning, stacklevel=4)
         agree(comm, lambda: check_fits_format(problems[0].features, self.precision_))
         self._judge_later = self.verdict_ is not None and bool(self.verdict_.unjudged_warning)
-        whole = replace(options, policy=self.precision_, epochs=int(self.max_iter) * len(problems))
-        self.s_, self.plan_ = choose_s(problems[0], whole, s=self.s, comm=comm)
+        whole_run = replace(options, policy=self.precision_, epochs=int(self.max_iter) * len(problems))
+        self.s_, self.plan_ = choose_s(problems[0], whole_run, s=self.s, comm=comm)
         if self.plan_ is not None and self.plan_.warning:
             warnings.warn(f"s={self.s_}: {self.plan_.warning}", stacklevel=4)
 
@@ -270,7 +241,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         return features, y, weights
 
     def _validate(self, X: Any, y: Any = None, *, with_targets: bool = False, reset: bool) -> Any:
-        """X, or X and y, checked before any rounding; float64 and float32 stay as they are."""
+        """X, or X and y, checked before any rounding; float64 and float32 keep their type."""
         check_dtype(X, name="X")
         if type(X).__module__.partition(".")[0] == "cupy":
             y = check_gpu_arrays(X, y if with_targets else None, columns=None if reset else self.n_features_in_)
@@ -290,19 +261,19 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         return (features, y) if with_targets else features
 
     def _check_ranks(self, comm: Communicator, features: Any, targets: Sequence[np.ndarray]) -> None:
-        """Name the ranks called with other parameters or rows, before a sum whose length follows from them."""
+        """Refuse ranks with other parameters or rows, before a sum whose length follows from them."""
         if comm.size == 1:
             return
-        told = {
+        values = {
             name: repr(value)
             for name, value in self.get_params(deep=False).items()
             if name not in ("comm", "random_state", "verbose")
         }
-        told |= {"rows": str(targets[0].size), "models": str(len(targets))}
-        told |= {"library of X": library_of(features), "type of X": str(features.dtype)}
+        values |= {"rows": str(targets[0].size), "models": str(len(targets))}
+        values |= {"library of X": library_of(features), "type of X": str(features.dtype)}
         if not self.column_block:
-            told["columns"] = str(self.n_features_in_)
-        check_agreement(comm, told)
+            values["columns"] = str(self.n_features_in_)
+        check_agreement(comm, values)
 
     def _own_columns(self, features: Any, comm: Communicator) -> Any:
         if self.column_block:
@@ -317,10 +288,10 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         return features[:, self.columns_[0] : self.columns_[1]]
 
     def _make_options(
-        self, problems: Sequence[Problem], comm: Communicator, *, known: bool, epochs: int | None, seed: int
+        self, problems: Sequence[Problem], comm: Communicator, *, continued: bool, epochs: int | None, seed: int
     ) -> Options:
         rows = problems[0].rows
-        if not known:
+        if not continued:
             if self.eta0 is None:
                 smoothness = expected_smoothness(problems[0], batch_size=self.batch_size, comm=comm)
                 self.eta0_ = 1 / smoothness if smoothness > 0 else 1.0
@@ -343,11 +314,11 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         if self.tol is None or options.epochs == 1:
             return options
         deviance = null_deviance(self._objective, np.asarray(problem.targets), problem.sample_weight)
-        # The solver counts an epoch as stale when its loss is above best - tol: a loss of zero needs a tol above zero.
+        # An epoch counts as stale if its loss is above best - tol, so a loss of zero needs a tol above zero.
         return replace(options, tol=max(float(self.tol) * deviance, np.finfo(float).tiny))
 
-    def _start(self, problem: Problem, model: int, known: bool, partial: bool) -> Start:
-        if not known:
+    def _start(self, problem: Problem, model: int, continued: bool, partial: bool) -> Start:
+        if not continued:
             guess = best_constant(self._objective, np.asarray(problem.targets), problem.sample_weight)
             return Start(intercept=guess if self.fit_intercept else 0.0)
         weights = np.atleast_2d(self.coef_)[model, self.columns_[0] : self.columns_[1]]
@@ -361,19 +332,18 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
     def _keep(self, solutions: Sequence[Solution], comm: Communicator, *, partial: bool) -> None:
         coef = np.zeros((len(solutions), self._n_columns))
         for row, solution in zip(coef, solutions, strict=True):
-            weights = solution.weights
-            row[self.columns_[0] : self.columns_[1]] = weights.get() if hasattr(weights, "get") else weights
+            row[self.columns_[0] : self.columns_[1]] = solution.weights
         if comm.size > 1:
-            sum_over_ranks(coef, comm=comm)  # every column has one owner, so the sum only brings them together
-        self._set_coefficients(coef, np.array([one.intercept for one in solutions]))
-        curves = [list(one.loss_curve) for one in solutions]
+            sum_over_ranks(coef, comm=comm)  # every column has one owner, so the sum only collects the columns
+        self._set_coefficients(coef, np.array([solution.intercept for solution in solutions]))
+        curves = [list(solution.loss_curve) for solution in solutions]
         before = (self.loss_curve_ if len(curves) > 1 else [self.loss_curve_]) if partial else [[] for _ in curves]
         curves = [[*old, *new] for old, new in zip(before, curves, strict=True)]
         self.loss_curve_ = curves if len(curves) > 1 else curves[0]
-        self.n_iter_ = max(one.epochs for one in solutions) + (self.n_iter_ if partial else 0)
-        self.t_ = max(one.steps for one in solutions) + (self.t_ if partial else 0)
-        self.reductions_ = sum(one.reductions for one in solutions)
-        self.timings_ = {part: sum(float(one.seconds[part]) for one in solutions) for part in PARTS}
+        self.n_iter_ = max(solution.epochs for solution in solutions) + (self.n_iter_ if partial else 0)
+        self.t_ = max(solution.steps for solution in solutions) + (self.t_ if partial else 0)
+        self.reductions_ = sum(solution.reductions for solution in solutions)
+        self.timings_ = {part: sum(float(solution.seconds[part]) for solution in solutions) for part in PARTS}
 
     def _set_coefficients(self, coef: np.ndarray, intercept: np.ndarray) -> None:
         self.coef_ = coef[0]
@@ -386,8 +356,7 @@ class ColumnEstimator(ABC, BaseEstimator):  # type: ignore[misc]  # scikit-learn
         features = (
             agree(comm, lambda: self._validate(X, reset=False)) if self.column_block else self._validate(X, reset=False)
         )
-        if hasattr(features, "get"):
-            features = features.get()
+        features = to_host(features)
         coef = np.atleast_2d(self.coef_)
         if self.column_block:
             coef = coef[:, self.columns_[0] : self.columns_[1]]

@@ -7,39 +7,32 @@ from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.comm import find_communicator
-from precision_time.casgd.communicator import Communicator, DelayedCommunicator
-from precision_time.casgd.datasets import (
-    BUILTIN,
-    Dataset,
-    Standardiser,
-    convert_libsvm,
-    load_builtin,
-    open_cache,
-    synth,
-)
+from precision_time.casgd.column_cache import convert_libsvm, open_cache
+from precision_time.casgd.communicator import Communicator, DelayedCommunicator, agree
+from precision_time.casgd.datasets import BUILTIN, Dataset, Standardiser, load_builtin, synth
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.mpi import find_communicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.problem import Problem
 from precision_time.casgd.training import place_features
-from precision_time.casgd.validation import agree, share_columns
+from precision_time.casgd.validation import share_columns
 
-__all__ = ["MADE_UP", "CommandData", "join_ranks", "place_data", "read_data"]
+__all__ = ["CommandData", "join_ranks", "read_data"]
 
-#: Data that is drawn: the objective follows the dash.
-MADE_UP = ("synth-logistic", "synth-squared", "synth-poisson")
+# Data sets that are drawn at random; the objective follows the dash.
+_MADE_UP = ("synth-logistic", "synth-squared", "synth-poisson")
 
-# What MPICH, Open MPI and Slurm set in the processes that they start.
+# Variables that MPICH, Open MPI and Slurm set in the processes that they start.
 _STARTED_BY_MPI = ("PMI_SIZE", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE")
 
 
 def join_ranks(choice: str, *, delay_us: float = 0.0) -> Communicator:
     """The ranks of this job: 'none', 'mpi', or 'auto', which is MPI under mpiexec and one process otherwise.
 
-    ``delay_us`` microseconds are added to every sum: the emulation of a network.
+    ``delay_us`` microseconds are added to every sum, to emulate a network.
 
     Raises:
-        InputError: another choice. CommunicationError: MPI is not there.
+        InputError: another choice. CommunicationError: MPI is missing.
     """
     if choice not in ("auto", "none", "mpi"):
         raise InputError("unknown ranks", got=repr(choice), expected="auto, none or mpi")
@@ -50,10 +43,12 @@ def join_ranks(choice: str, *, delay_us: float = 0.0) -> Communicator:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CommandData:
-    """This rank's columns of a data set, and what is needed to undo their standardisation.
+    """This rank's columns of a data set, with the mean and scale that undo their standardisation.
 
-    features: (m, n_local). targets: (m,), -1/+1 for the logistic loss. columns: n over all ranks.
-    mean, scale: (n_local,), of this rank's columns; 0 and 1 where nothing was standardised.
+    features: (m, n_local).
+    targets: (m,), -1/+1 for the logistic loss.
+    columns: n over all ranks.
+    mean, scale: (n_local,), of this rank's columns; 0 and 1 if they were not standardised.
     """
 
     name: str
@@ -65,7 +60,7 @@ class CommandData:
     scale: np.ndarray
 
     def problem(self, *, l2: float, fit_intercept: bool = True) -> Problem:
-        """The problem that these data pose."""
+        """The problem with these data."""
         return Problem(
             features=self.features,
             targets=self.targets,
@@ -76,7 +71,7 @@ class CommandData:
 
 
 def read_data(
-    given: str,
+    name: str,
     *,
     comm: Communicator,
     objective: str | None = None,
@@ -86,42 +81,40 @@ def read_data(
     rows: int = 20_000,
     seed: int = 0,
     standardise: bool = True,
+    device: str = "auto",
 ) -> CommandData:
-    """The data set ``given``: a built-in or made-up name, a cache of columns, or a LIBSVM file, which is cached first.
+    """The data set ``name``: a built-in or made-up one, a cache of columns, or a LIBSVM file, which is cached first.
 
-    objective: that of a built-in or made-up set if it is not given, otherwise logistic.
-    n_features: columns of a LIBSVM file (required) or of a made-up set (28 if not given).
-    cache: folder of the cache; beside the file, with ``.columns`` added to its name, if it is not given.
-    sparse: hold a LIBSVM file as CSR. rows: of a made-up set.
-    standardise: columns to mean 0 and deviation 1, before any rounding; sparse ones are scaled but not centred.
+    objective: by default that of a built-in or made-up set, otherwise logistic.
+    n_features: columns of a LIBSVM file (required) or of a made-up set (default 28).
+    cache: folder of the cache; by default beside the file, with ``.columns`` added to its name.
+    sparse: hold a LIBSVM file as CSR.
+    rows: of a made-up set.
+    standardise: scale columns to mean 0 and deviation 1, before any rounding; sparse columns are not centred.
+    device: as `training.place_features` takes it.
 
-    Every rank calls it; what goes wrong on one is raised on all.
+    Every rank calls it; an error on one rank is raised on all.
 
     Raises:
-        InputError: nothing of this name, or data that the objective cannot take.
+        InputError: an unknown name, or data that do not suit the objective.
     """
 
     def read() -> CommandData:
-        if given in BUILTIN or given in MADE_UP:
-            data = _own_share(_named(given, n_features=n_features, rows=rows, seed=seed), objective, comm)
+        if name in BUILTIN or name in _MADE_UP:
+            data = _own_share(_load(name, n_features=n_features, rows=rows, seed=seed), objective, comm)
         else:
             data = _from_disk(
-                Path(given), objective or "logistic", comm=comm, n_features=n_features, cache=cache, sparse=sparse
+                Path(name), objective or "logistic", comm=comm, n_features=n_features, cache=cache, sparse=sparse
             )
-        if not standardise:
-            return data
-        scaler = Standardiser.fit(data.features, centre=not hasattr(data.features, "tocsr"))
-        return replace(data, features=scaler.apply(data.features), mean=scaler.mean, scale=scaler.scale)
+        if standardise:
+            scaler = Standardiser.fit(data.features, centre=not hasattr(data.features, "tocsr"))
+            data = replace(data, features=scaler.apply(data.features), mean=scaler.mean, scale=scaler.scale)
+        return replace(data, features=place_features(data.features, device=device))
 
     return agree(comm, read)
 
 
-def place_data(data: CommandData, *, device: str, comm: Communicator) -> CommandData:
-    """``data`` with its features where ``device`` says (`training.place_features`), or an InputError on all ranks."""
-    return replace(data, features=agree(comm, lambda: place_features(data.features, device=device)))
-
-
-def _named(name: str, *, n_features: int | None, rows: int, seed: int) -> Dataset:
+def _load(name: str, *, n_features: int | None, rows: int, seed: int) -> Dataset:
     if name in BUILTIN:
         return load_builtin(name)
     return synth(name.partition("-")[2], rows, 28 if n_features is None else n_features, seed=seed)
@@ -143,13 +136,11 @@ def _from_disk(
 ) -> CommandData:
     find_objective(objective)
     if (path / "header.json").is_file():
-        found = open_cache(path)
+        columns = open_cache(path)
     elif path.is_file():
         if n_features is None:
-            raise InputError(
-                "a LIBSVM file does not say how many columns it has", got=path, fix="add --n-features with the number"
-            )
-        found = convert_libsvm(
+            raise InputError("a LIBSVM file does not state its number of columns", got=path, fix="add --n-features")
+        columns = convert_libsvm(
             path,
             cache or path.with_name(f"{path.name}.columns"),
             n_features=n_features,
@@ -161,18 +152,18 @@ def _from_disk(
         raise InputError(
             "there are no such data",
             got=repr(str(path)),
-            expected=f"{', '.join((*BUILTIN, *MADE_UP))}, a LIBSVM file, or a cache that was made from one",
+            expected=f"{', '.join((*BUILTIN, *_MADE_UP))}, a LIBSVM file, or a cache that was made from one",
         )
-    features = found.features(rank=comm.rank, size=comm.size)
-    return _describe(path.name, objective, features=features, targets=found.targets(), columns=found.shape[1])
+    features = columns.features(rank=comm.rank, size=comm.size)
+    return _describe(path.name, objective, features=features, targets=columns.targets(), columns=columns.shape[1])
 
 
 def _describe(name: str, objective: str, *, features: Any, targets: np.ndarray, columns: int) -> CommandData:
     if objective == "logistic" and not np.isin(targets, (-1.0, 1.0)).all():
-        found = np.unique(targets)
+        values = np.unique(targets)
         raise InputError(
             "the logistic loss needs labels of two classes",
-            got=f"{found.size} values: {', '.join(f'{value:g}' for value in found[:5])}, ...",
+            got=f"{values.size} values: {', '.join(f'{value:g}' for value in values[:5])}, ...",
             expected="-1/+1, 0/1 or 1/2",
             fix="--objective squared or poisson",
         )

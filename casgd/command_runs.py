@@ -1,4 +1,4 @@
-"""What the ``precision-time glm`` commands run: one model, one plan, a table of timed runs."""
+"""The work of the ``precision-time glm`` commands: fit a model, plan, bound errors, time runs."""
 
 import math
 import os
@@ -8,40 +8,42 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.comm import explain_staging
+from precision_time.casgd.arrays import to_host
+from precision_time.casgd.bounds import OuterStep
 from precision_time.casgd.command_data import CommandData
-from precision_time.casgd.communicator import Communicator
+from precision_time.casgd.communicator import Communicator, agree
+from precision_time.casgd.emulator import compare_errors
 from precision_time.casgd.errors import InputError, NotConvergedWarning
-from precision_time.casgd.excess import to_host
-from precision_time.casgd.precision import find_policy
-from precision_time.casgd.problem import PARTS, Options, Problem, Solution
+from precision_time.casgd.guard import OnRisk, fallbacks
+from precision_time.casgd.mpi import explain_staging
+from precision_time.casgd.nccl import sum_over_ranks
+from precision_time.casgd.plan import Plan, plan
+from precision_time.casgd.precision import PrecisionPolicy, find_policy
+from precision_time.casgd.problem import PARTS, Options, Problem, Solution, Start, batch_order
 from precision_time.casgd.training import (
-    Start,
     best_constant,
     expected_smoothness,
     make_schedule,
-    sum_over_ranks,
     train,
 )
-from precision_time.casgd.validation import agree
 
-if TYPE_CHECKING:
-    from precision_time.casgd.plan import Plan
-
-__all__ = ["Model", "fit_model", "plan_run", "save_model", "time_runs"]
+__all__ = ["Model", "bound_errors", "fit_model", "plan_run", "save_model", "time_runs"]
 
 _SCORES = {"logistic": "accuracy", "squared": "R2", "poisson": "D2"}
+
+# The emulated outer step: at most so many steps, and rows (an emulated Gram takes rows^2 columns roundings).
+_EMULATED_STEPS, _EMULATED_ROWS = 8, 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """Coefficients (n,) and an intercept for features as they came, before standardisation, and how they were found.
+    """Coefficients (n,) and intercept for the original features, before standardisation, and the settings in use.
 
-    predicted_excess: of the precision in use, NaN where the guard was not asked (``Verdict.predicted_excess``).
+    predicted_excess: of the precision in use (``Verdict.predicted_excess``); NaN if the guard was not asked.
     """
 
     objective: str
@@ -53,7 +55,7 @@ class Model:
 
 
 def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Model]:
-    """Train the estimator of the data's objective, which takes ``settings``; the report is of JSON values."""
+    """Train the estimator of the data's objective with ``settings``; returns a report of JSON values and the model."""
     from precision_time.casgd.estimators import CASGDClassifier, CASGDPoissonRegressor, CASGDRegressor
 
     kinds = {"logistic": CASGDClassifier, "squared": CASGDRegressor, "poisson": CASGDPoissonRegressor}
@@ -86,7 +88,7 @@ def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, A
         "predicted_excess": None if math.isnan(excess) else excess,
         "prefetch": bool(estimator.prefetch),
         "epochs": estimator.n_iter_,
-        "converged": not any(issubclass(one.category, NotConvergedWarning) for one in caught),
+        "converged": not any(issubclass(warning.category, NotConvergedWarning) for warning in caught),
         "loss": float(estimator.loss_curve_[-1]),
         "score_name": _SCORES[data.objective],
         "score": score,
@@ -95,7 +97,7 @@ def fit_model(data: CommandData, *, comm: Communicator, settings: Mapping[str, A
         "total_s": total_s,
         "seconds": estimator.timings_,
         "staging": explain_staging(comm),
-        "warnings": list(dict.fromkeys(str(one.message) for one in caught)),
+        "warnings": list(dict.fromkeys(str(warning.message) for warning in caught)),
         "out": None,
     }
     return report, Model(
@@ -154,21 +156,67 @@ def plan_run(
     batch_size: int,
     precision: str,
     seed: int,
-    on_risk: Literal["fallback", "warn", "raise"] | None = None,
+    on_risk: OnRisk | None = None,
     prefetch: bool = False,
-) -> "Plan":
-    """The planner's answer for these data; precision 'auto' is the guarded recipe.
+) -> Plan:
+    """The plan for these data; precision 'auto' is the guarded recipe.
 
-    on_risk: as the guard takes it; None is 'fallback' for 'auto', and asks no guard for a named precision.
+    on_risk: as the guard takes it; None is 'fallback' for 'auto', and no guard for a named precision.
     """
-    from precision_time.casgd.plan import plan
-
     problem = data.problem(l2=alpha)
     options = _options(problem, comm, batch_size=batch_size, epochs=100, seed=seed)
-    policy = find_policy("recipe" if precision == "auto" else precision)
-    if on_risk is None and precision == "auto":
-        on_risk = "fallback"
+    policy, on_risk = _read_precision(precision, on_risk)
     return plan(problem, replace(options, policy=policy, prefetch=prefetch), comm=comm, on_risk=on_risk)
+
+
+def bound_errors(
+    data: CommandData,
+    *,
+    comm: Communicator,
+    alpha: float,
+    batch_size: int,
+    precision: str,
+    seed: int,
+    on_risk: OnRisk | None = None,
+) -> dict[str, Any]:
+    """How far rounding moves one outer step, bounded and measured, for the policies that `plan_run` considers.
+
+    The step starts from the weights of an epoch of FP32 SGD. It has no intercept: targets of the squared loss are
+    centred. Returns the JSON values of `emulator.compare_errors`, and ``batch_size`` and ``s`` of the step.
+
+    Raises:
+        InputError: several ranks, an unknown precision, or one that rounds nothing.
+    """
+    if comm.size > 1:
+        raise InputError(
+            "bounds need all columns in one process", got=f"{comm.size} ranks", fix="leave out --bounds, or mpiexec"
+        )
+    policy, on_risk = _read_precision(precision, on_risk)
+    policies = fallbacks(policy) if on_risk == "fallback" else [policy]
+    problem = data.problem(l2=alpha, fit_intercept=False)
+    if data.objective == "squared":
+        problem = replace(problem, targets=data.targets - data.targets.mean())
+    options = _options(problem, comm, batch_size=batch_size, epochs=1, seed=seed)
+    trained = train(problem, options, comm=comm, start=Start())
+    b = min(batch_size, problem.rows, _EMULATED_ROWS)
+    s = max(1, min(_EMULATED_STEPS, _EMULATED_ROWS // b, problem.rows // b))
+    rows = batch_order(problem.rows, b, 1, order="shuffled", seed=seed)[: s * b]
+    block = to_host(problem.features[rows])
+    step = OuterStep(
+        rows=np.asarray(block.toarray() if hasattr(block, "toarray") else block, dtype=np.float64),
+        targets=problem.targets[rows],
+        weights=trained.weights.astype(np.float64),
+        rates=options.schedule.rates(trained.steps + 1, s),
+        objective=problem.objective,
+    )
+    return {"s": s, "batch_size": b, **compare_errors(step, policies)}
+
+
+def _read_precision(precision: str, on_risk: OnRisk | None) -> tuple[PrecisionPolicy, OnRisk | None]:
+    """The policy to start from, and what the guard does on a risk; None asks no guard."""
+    if precision == "auto":
+        return find_policy("recipe"), on_risk or "fallback"
+    return find_policy(precision), on_risk
 
 
 def time_runs(
@@ -187,8 +235,8 @@ def time_runs(
     """One row for each batch size, precision and s: seconds of an epoch of the slowest rank (the fastest of
     ``repeats``), speed-up and loss gap against FP32 SGD of the same batch size.
 
-    Losses are of the last iterate with the penalty, on the features before rounding. Rounds go over all runs in turn,
-    so that a slow spell of the machine meets all of them.
+    Losses are those of the last iterate with the penalty, on the features before rounding. Each round makes all runs in
+    turn, so that a slow spell of the machine affects all of them.
 
     Raises:
         InputError: a count below 1, an unknown precision, or training that diverges.
@@ -237,7 +285,7 @@ def time_runs(
 
 
 def _options(problem: Problem, comm: Communicator, *, batch_size: int, epochs: int, seed: int) -> Options:
-    """FP32 SGD with the estimators' steps."""
+    """FP32 SGD with the step sizes of the estimators."""
     smoothness = expected_smoothness(problem, batch_size=batch_size, comm=comm)
     steps = -(-problem.rows // batch_size)
     schedule = make_schedule("optimal", eta0=1 / smoothness, power_t=0.5, steps_per_epoch=steps)
@@ -245,8 +293,8 @@ def _options(problem: Problem, comm: Communicator, *, batch_size: int, epochs: i
 
 
 def _loss(problem: Problem, solution: Solution, comm: Communicator) -> float:
-    """f at the solution, with the penalty, on the features as they are: float64, the same on every rank."""
-    features, weights = to_host(problem.features), to_host(np.asarray(solution.weights))
+    """f at the solution, with the penalty, on the features before rounding: float64, the same on every rank."""
+    features, weights = to_host(problem.features).astype(np.float64), solution.weights.astype(np.float64)
     buffer = np.concatenate([np.asarray(features @ weights).ravel(), [float(weights @ weights)]])
     sum_over_ranks(buffer, comm=comm)
     loss = problem.objective.loss(buffer[:-1] + solution.intercept, np.asarray(problem.targets))

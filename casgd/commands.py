@@ -1,8 +1,10 @@
 """Command line of the solver: ``precision-time glm fit | plan | bench``, alone or under ``mpiexec -n P``."""
 
 import contextlib
+import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,63 +20,110 @@ __all__ = ["glm_app"]
 
 glm_app = typer.Typer(
     no_args_is_help=True,
-    help="Logistic, linear and Poisson regression by communication-avoiding SGD, one rank or many (mpiexec -n P).",
+    help="Logistic, linear and Poisson regression by communication-avoiding SGD, on one rank or many (mpiexec -n P).",
 )
 
-ObjectiveName = Literal["logistic", "squared", "poisson"]
-Data = Annotated[
-    str,
-    typer.Argument(
-        help="breast_cancer, digits, diabetes, synth-logistic, synth-squared, synth-poisson, a LIBSVM file, or a cache "
-        "made from one.",
-        show_default=False,
-    ),
-]
-ObjectiveOption = Annotated[
-    ObjectiveName | None, typer.Option("--objective", help="By default that of a named set; logistic for a file.")
-]
-Features = Annotated[int | None, typer.Option("--n-features", help="Columns of a LIBSVM file or of a made-up set.")]
-Cache = Annotated[
-    Path | None, typer.Option(help="Folder for the converted LIBSVM file; by default beside it, FILE.columns.")
-]
-Sparse = Annotated[bool, typer.Option("--sparse", help="Hold a LIBSVM file as CSR.")]
-Rows = Annotated[int, typer.Option(help="Rows of a made-up set.")]
-Seed = Annotated[int, typer.Option(help="Of the order of the rows, and of made-up data.")]
-Standardise = Annotated[
-    bool, typer.Option("--standardise/--as-is", help="Columns to mean 0 and deviation 1 before rounding.")
-]
-Alpha = Annotated[float, typer.Option(help="Weight of the L2 penalty.")]
+
+@dataclass(frozen=True)
+class CommonOptions:
+    """The options of all three commands, as Typer reads them."""
+
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="breast_cancer, digits, diabetes, synth-logistic, synth-squared, synth-poisson, a LIBSVM file, or a "
+            "cache made from one.",
+            show_default=False,
+        ),
+    ]
+    objective: Annotated[
+        Literal["logistic", "squared", "poisson"] | None,
+        typer.Option(help="Loss; by default the one of a named data set, and logistic for a file."),
+    ] = None
+    n_features: Annotated[int | None, typer.Option(help="Columns of a LIBSVM file or of a made-up data set.")] = None
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for the converted LIBSVM file; by default FILE.columns beside it.")
+    ] = None
+    sparse: Annotated[bool, typer.Option("--sparse", help="Hold a LIBSVM file as CSR.")] = False
+    rows: Annotated[int, typer.Option(help="Rows of a made-up data set.")] = 20_000
+    alpha: Annotated[float, typer.Option(help="Weight of the L2 penalty.")] = 1e-4
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch", help="Send the Gram blocks of the next outer step during the recurrence.")
+    ] = False
+    standardise: Annotated[
+        bool, typer.Option("--standardise/--as-is", help="Scale columns to mean 0 and deviation 1 before rounding.")
+    ] = True
+    seed: Annotated[int, typer.Option(help="Seed of the order of the rows and of made-up data.")] = 0
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto"
+    comm: Annotated[
+        Literal["auto", "none", "mpi"], typer.Option(help="Ranks; auto is MPI under mpiexec, else one process.")
+    ] = "auto"
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; times in seconds.")] = False
+
+
 BatchSize = Annotated[int, typer.Option(help="Rows of a step.")]
 Precision = Annotated[
-    str, typer.Option(help="auto, or a policy: fp64, fp32, recipe, paper, fp16, bf16-gram. auto is a guarded recipe.")
-]
-Ranks = Annotated[
-    Literal["auto", "none", "mpi"], typer.Option("--comm", help="auto is MPI under mpiexec, else one process.")
+    str,
+    typer.Option(help="auto (recipe with a guard), or a policy: fp64, fp32, recipe, paper, fp16, bf16-gram."),
 ]
 OnRisk = Annotated[
     Literal["fallback", "warn", "raise"] | None,
     typer.Option(
-        "--on-risk",
-        help="Where rounding costs too much loss: by default fallback for auto, warn for a named precision.",
+        help="What to do if rounding costs too much loss; by default fallback for precision auto, and for a named "
+        "precision warn (fit) or no check (plan)."
     ),
 ]
-LargestExcess = Annotated[float, typer.Option(help="Share of the loss that rounding may add before that is a risk.")]
-Prefetch = Annotated[bool, typer.Option("--prefetch", help="Send the next Gram blocks during the recurrence.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
-Delay = Annotated[float, typer.Option("--delay-us", help="Microseconds added to every sum: emulates a network.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; times in seconds.")]
+Delay = Annotated[float, typer.Option(help="Microseconds added to every sum, to emulate a network.")]
+
+
+def _with_common_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` whose first parameter, a CommonOptions, Typer sees as the single options."""
+    own = list(inspect.signature(command).parameters.values())[1:]
+    shared = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=field.type,
+        )
+        for field in fields(CommonOptions)
+    ]
+
+    def run(**values: Any) -> None:
+        command(CommonOptions(**{option.name: values.pop(option.name) for option in shared}), **values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # inspect reads it
+        [*shared, *(option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in own)]
+    )
+    return run
 
 
 @contextlib.contextmanager
 def _open_data(
-    data: str, *, comm: str, device: str = "auto", delay_us: float = 0.0, **options: Any
+    common: CommonOptions, *, place: bool = True, delay_us: float = 0.0
 ) -> Iterator[tuple["CommandData", "Communicator"]]:
-    """The data (``options`` are those of ``read_data``) and the ranks; of bad input on every rank, rank 0 tells."""
-    from precision_time.casgd.command_data import join_ranks, place_data, read_data
+    """The data and the ranks; if the input is bad on every rank, only rank 0 reports it.
 
-    ranks = join_ranks(comm, delay_us=delay_us)
+    ``place`` moves the features to ``common.device``.
+    """
+    from precision_time.casgd.command_data import join_ranks, read_data
+
+    ranks = join_ranks(common.comm, delay_us=delay_us)
     try:
-        yield place_data(read_data(data, comm=ranks, **options), device=device, comm=ranks), ranks
+        data = read_data(
+            common.data,
+            comm=ranks,
+            objective=common.objective,
+            n_features=common.n_features,
+            cache=common.cache,
+            sparse=common.sparse,
+            rows=common.rows,
+            seed=common.seed,
+            standardise=common.standardise,
+            device=common.device if place else "auto",
+        )
+        yield data, ranks
     except InputError as error:
         if ranks.rank == 0:
             raise
@@ -82,163 +131,145 @@ def _open_data(
 
 
 @glm_app.command()
+@_with_common_options
 def fit(
-    data: Data,
-    objective: ObjectiveOption = None,
-    n_features: Features = None,
-    cache: Cache = None,
-    sparse: Sparse = False,
-    rows: Rows = 20_000,
-    alpha: Alpha = 1e-4,
+    common: CommonOptions,
+    *,
     batch_size: BatchSize = 32,
     s: Annotated[str, typer.Option(help="Steps between two communications, or auto.")] = "auto",
     precision: Precision = "auto",
     on_risk: OnRisk = None,
-    largest_excess: LargestExcess = 0.005,
-    prefetch: Prefetch = False,
-    max_iter: Annotated[int, typer.Option(help="The most epochs.")] = 200,
-    tol: Annotated[float, typer.Option(help="Share of what there is to explain; stop when epochs gain less.")] = 1e-4,
+    largest_excess: Annotated[
+        float, typer.Option(help="Share of the loss above which the loss that rounding adds is a risk.")
+    ] = 0.005,
+    max_iter: Annotated[int, typer.Option(help="Largest number of epochs.")] = 200,
+    tol: Annotated[
+        float, typer.Option(help="Stop when epochs gain less than this share of the explainable loss.")
+    ] = 1e-4,
     learning_rate: Annotated[
-        Literal["optimal", "invscaling", "constant"], typer.Option(help="optimal falls as 1/t after ten epochs.")
+        Literal["optimal", "invscaling", "constant"],
+        typer.Option(help="Step sizes; optimal falls as 1/t after ten epochs."),
     ] = "optimal",
-    eta0: Annotated[float | None, typer.Option(help="First step; by default from the data.")] = None,
+    eta0: Annotated[float | None, typer.Option(help="First step size; by default estimated from the data.")] = None,
     power_t: Annotated[float, typer.Option(help="Exponent of invscaling.")] = 0.5,
-    intercept: Annotated[bool, typer.Option("--intercept/--no-intercept", help="Whether to learn one.")] = True,
-    standardise: Standardise = True,
-    seed: Seed = 0,
-    device: Device = "auto",
-    comm: Ranks = "auto",
+    intercept: Annotated[
+        bool, typer.Option("--intercept/--no-intercept", help="Whether to learn an intercept.")
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="NumPy file (.npz) for coef and intercept, in the units of the data, and for what was chosen: "
-            "precision, s, predicted_excess."
+            help="NumPy file (.npz) for coef and intercept, in the units of the data, and for the chosen precision, s "
+            "and predicted_excess."
         ),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Train one model and tell how well it fits, what was chosen, and where the time went."""
+    """Train one model; print its score, the choices made, and where the time went."""
     from precision_time.casgd.command_runs import fit_model, save_model
 
-    with _open_data(
-        data, comm=comm, objective=objective, n_features=n_features, cache=cache, sparse=sparse, rows=rows,
-        seed=seed, standardise=standardise,
-    ) as (found, ranks):  # fmt: skip
+    # The estimator places the features itself.
+    with _open_data(common, place=False) as (data, ranks):
         report, model = fit_model(
-            found,
+            data,
             comm=ranks,
             settings={
-                "alpha": alpha,
+                "alpha": common.alpha,
                 "batch_size": batch_size,
                 "s": _read_s(s),
                 "precision": precision,
                 "on_risk": on_risk,
                 "largest_excess": largest_excess,
-                "prefetch": prefetch,
+                "prefetch": common.prefetch,
                 "max_iter": max_iter,
                 "tol": tol,
                 "learning_rate": learning_rate,
                 "eta0": eta0,
                 "power_t": power_t,
                 "fit_intercept": intercept,
-                "random_state": seed,
-                "device": device,
+                "random_state": common.seed,
+                "device": common.device,
             },
         )
         if out is not None:
             save_model(out, model, comm=ranks)
             report["out"] = str(out)
     if ranks.rank == 0:
-        _tell(report, as_json=as_json)
-
-
-@glm_app.command("plan")
-def plan_command(
-    data: Data,
-    objective: ObjectiveOption = None,
-    n_features: Features = None,
-    cache: Cache = None,
-    sparse: Sparse = False,
-    rows: Rows = 20_000,
-    alpha: Alpha = 1e-4,
-    batch_size: BatchSize = 32,
-    precision: Precision = "auto",
-    on_risk: OnRisk = None,
-    prefetch: Prefetch = False,
-    standardise: Standardise = True,
-    seed: Seed = 0,
-    device: Device = "auto",
-    comm: Ranks = "auto",
-    delay_us: Delay = 0.0,
-    as_json: AsJson = False,
-) -> None:
-    """Time a dozen short runs, choose s and the precision, and predict the time of an epoch."""
-    from precision_time.casgd.command_runs import plan_run
-
-    with _open_data(
-        data, comm=comm, device=device, delay_us=delay_us, objective=objective, n_features=n_features, cache=cache,
-        sparse=sparse, rows=rows, seed=seed, standardise=standardise,
-    ) as (found, ranks):  # fmt: skip
-        made = plan_run(
-            found, comm=ranks, alpha=alpha, batch_size=batch_size, precision=precision, on_risk=on_risk,
-            prefetch=prefetch, seed=seed,
-        )  # fmt: skip
-    if ranks.rank:
-        return
-    if as_json:
-        typer.echo(json.dumps(made.to_dict() | {"ranks": ranks.size}, allow_nan=False))
-        return
-    seconds = f"{made.seconds_per_epoch:.4g} s ({made.low_s:.4g} to {made.high_s:.4g} s at {made.level:.0%})"
-    typer.echo(f"s={made.s}, {made.policy.name}, batch size {made.batch_size}: an epoch takes {seconds}")
-    for reason in made.reasons:
-        typer.echo(f"  {reason}")
+        _print_fit(report, as_json=common.as_json)
 
 
 @glm_app.command()
+@_with_common_options
+def plan(
+    common: CommonOptions,
+    *,
+    batch_size: BatchSize = 32,
+    precision: Precision = "auto",
+    on_risk: OnRisk = None,
+    delay_us: Delay = 0.0,
+    bounds: Annotated[
+        bool,
+        typer.Option(
+            "--bounds",
+            help="Also print how far rounding moves one outer step, for each precision that the planner considers: the "
+            "first-order bound, and the error measured in an emulation on the same data (one process only).",
+        ),
+    ] = False,
+) -> None:
+    """Time a dozen short runs, choose s and the precision, and predict the time of an epoch."""
+    from precision_time.casgd.command_runs import bound_errors, plan_run
+
+    with _open_data(common, delay_us=delay_us) as (data, ranks):
+        question: dict[str, Any] = {
+            "comm": ranks, "alpha": common.alpha, "batch_size": batch_size, "precision": precision,
+            "on_risk": on_risk, "seed": common.seed,
+        }  # fmt: skip
+        study = bound_errors(data, **question) if bounds else None
+        planned = plan_run(data, prefetch=common.prefetch, **question)
+    if ranks.rank:
+        return
+    if common.as_json:
+        report = planned.to_dict() | {"ranks": ranks.size} | ({} if study is None else {"bounds": study})
+        typer.echo(json.dumps(report, allow_nan=False))
+        return
+    seconds = (
+        f"{planned.seconds_per_epoch:.4g} s ({planned.low_s:.4g} to {planned.high_s:.4g} s at {planned.level:.0%})"
+    )
+    typer.echo(f"s={planned.s}, {planned.policy.name}, batch size {planned.batch_size}: an epoch takes {seconds}")
+    for reason in planned.reasons:
+        typer.echo(f"  {reason}")
+    if study is not None:
+        _print_bounds(study)
+
+
+@glm_app.command()
+@_with_common_options
 def bench(
-    data: Data,
-    objective: ObjectiveOption = None,
-    n_features: Features = None,
-    cache: Cache = None,
-    sparse: Sparse = False,
-    rows: Rows = 20_000,
-    alpha: Alpha = 1e-4,
+    common: CommonOptions,
+    *,
     s: Annotated[list[int] | None, typer.Option(help="Repeatable; by default 1, 4 and 16.")] = None,
     batch_size: Annotated[list[int] | None, typer.Option(help="Repeatable; by default 16.")] = None,
     precision: Annotated[list[str] | None, typer.Option(help="Repeatable; by default fp32 and recipe.")] = None,
     epochs: Annotated[int, typer.Option(help="Epochs of a run.")] = 1,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the fastest counts.")] = 3,
-    prefetch: Prefetch = False,
-    standardise: Standardise = True,
-    seed: Seed = 0,
-    device: Device = "auto",
-    comm: Ranks = "auto",
+    repeats: Annotated[int, typer.Option(help="Runs of each setting; the fastest counts.")] = 3,
     delay_us: Delay = 0.0,
-    as_json: AsJson = False,
 ) -> None:
     """Time CA-SGD against FP32 SGD of the same batch size, and compare their losses on the features before rounding."""
     from precision_time.casgd.command_runs import time_runs
 
-    with _open_data(
-        data, comm=comm, device=device, delay_us=delay_us, objective=objective, n_features=n_features, cache=cache,
-        sparse=sparse, rows=rows, seed=seed, standardise=standardise,
-    ) as (found, ranks):  # fmt: skip
-        timed = time_runs(
-            found, comm=ranks, alpha=alpha, s=s or (1, 4, 16), batch_sizes=batch_size or (16,),
-            precisions=precision or ("fp32", "recipe"), epochs=epochs, repeats=repeats, seed=seed,
-            prefetch=prefetch,
+    with _open_data(common, delay_us=delay_us) as (data, ranks):
+        runs = time_runs(
+            data, comm=ranks, alpha=common.alpha, s=s or (1, 4, 16), batch_sizes=batch_size or (16,),
+            precisions=precision or ("fp32", "recipe"), epochs=epochs, repeats=repeats, seed=common.seed,
+            prefetch=common.prefetch,
         )  # fmt: skip
     if ranks.rank:
         return
-    if as_json:
-        settings = {"data": found.name, "objective": found.objective, "rows": len(found.targets), "ranks": ranks.size,
-                    "columns": found.columns, "delay_us": delay_us, "prefetch": prefetch, "runs": timed}  # fmt: skip
-        typer.echo(json.dumps(settings, allow_nan=False))
+    if common.as_json:
+        report = {"data": data.name, "objective": data.objective, "rows": len(data.targets), "ranks": ranks.size,
+                  "columns": data.columns, "delay_us": delay_us, "prefetch": common.prefetch, "runs": runs}  # fmt: skip
+        typer.echo(json.dumps(report, allow_nan=False))
         return
     emulated = f", {delay_us:g} us added to every sum (emulation)" if delay_us else ""
-    typer.echo(
-        f"{found.name}: {len(found.targets)} x {found.columns}, {found.objective}, ranks: {ranks.size}{emulated}"
-    )
+    typer.echo(f"{data.name}: {len(data.targets)} x {data.columns}, {data.objective}, ranks: {ranks.size}{emulated}")
     _print_table(
         ["s", "batch", "precision", "s/epoch", "speed-up", "sums/epoch", "loss", "loss gap"],
         [
@@ -252,7 +283,7 @@ def bench(
                 f"{run['loss']:.6g}",
                 f"{run['loss_gap']:+.4%}",
             ]
-            for run in timed
+            for run in runs
         ],
     )
 
@@ -265,7 +296,7 @@ def _read_s(text: str) -> int | str:
     return int(text)
 
 
-def _tell(report: dict[str, Any], *, as_json: bool) -> None:
+def _print_fit(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))
         return
@@ -287,7 +318,25 @@ def _tell(report: dict[str, Any], *, as_json: bool) -> None:
     for text in report["warnings"]:
         typer.echo(f"warning: {text}", err=True)
     if report["out"]:
-        typer.echo(f"coef, intercept and what was chosen are in {report['out']}")
+        typer.echo(f"coef, intercept, precision, s and predicted_excess are in {report['out']}")
+
+
+def _print_bounds(study: dict[str, Any]) -> None:
+    worst = "unbounded" if study["worst_propagation"] is None else f"{study['worst_propagation']:.3g} times"
+    typer.echo(
+        f"relative error of one outer step (s={study['s']}, batch size {study['batch_size']}) by each rounding; growth "
+        f"of a margin error within the step: {study['propagation']:.3g} times on these data, {worst} at worst"
+    )
+    rows = [
+        [policy, error["choice"], error["format"], _show(error["bound"]), _show(error["measured"])]
+        for policy, errors in study["policies"].items()
+        for error in errors
+    ]
+    _print_table(["precision", "rounding", "format", "bound", "measured"], rows)
+
+
+def _show(error: float | None) -> str:
+    return "out of range" if error is None else f"{error:.2e}"
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,34 +1,44 @@
-"""What the solver asks of the ranks of a job, the job of one process, and any job with an added delay."""
+"""The contract between the solver and the ranks of a job, the job of one process, and an emulated network delay."""
 
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from precision_time.casgd.errors import InputError
+from precision_time.casgd.errors import CasgdError, CommunicationError, InputError
 
 __all__ = [
     "ABORT_STATUS",
     "RAISED_TYPES",
+    "SPIN_S",
     "WIRE_TYPES",
     "Communicator",
     "DelayedCommunicator",
     "Done",
     "OneProcess",
     "Pending",
+    "agree",
     "check_agreement",
     "check_buffer",
+    "check_deadline",
+    "describe_loss",
+    "refuse_if_lost",
     "say",
     "to_json",
+    "without_delay",
 ]
+
+T = TypeVar("T")
 
 ABORT_STATUS = 3
 WIRE_TYPES = ("float32", "float64")
 RAISED_TYPES = ("bfloat16", "float16")  # summed in float32, then rounded once
+#: A shorter wait is polled without giving up the core, because short waits are the ones that are timed.
+SPIN_S = 0.002
 
 
 class Pending(Protocol):
@@ -40,7 +50,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """What the solver asks of the ranks. Every rank makes the same calls in the same order.
+    """The calls that the solver makes. Every rank makes the same calls in the same order.
 
     ``reductions`` counts the sums started so far, by `sum` and `start_sum`; `gather` and `barrier` are not counted.
     """
@@ -53,7 +63,7 @@ class Communicator(Protocol):
     def reductions(self) -> int: ...
 
     def sum(self, buffer: Any) -> None:
-        """Replace ``buffer``, of any one shape on all ranks, by its sum over the ranks.
+        """Replace ``buffer``, of the same shape on all ranks, by its sum over the ranks.
 
         float32 and float64 travel as they are; float16 and bfloat16 are summed in float32 and rounded once at the
         end. Any other type is an InputError. A GPU buffer is summed in the order of its stream.
@@ -81,7 +91,7 @@ class Done:
 
 def check_buffer(buffer: Any) -> None:
     """InputError unless ``buffer`` is a writeable array of a type that can be summed over ranks."""
-    # Numpy puts a name together each time it is asked, which a sum of few words would feel.
+    # NumPy builds the name of a type at each access, which takes long against a sum of few words.
     is_plain = isinstance(buffer, np.ndarray) and buffer.dtype.char in "fd"
     name = "" if is_plain else getattr(getattr(buffer, "dtype", None), "name", type(buffer).__name__)
     if not is_plain and name not in WIRE_TYPES + RAISED_TYPES:
@@ -95,13 +105,35 @@ def check_buffer(buffer: Any) -> None:
         raise InputError("the sum over ranks replaces the buffer, and this one is read-only", fix="pass a copy")
 
 
-def to_json(value: object) -> bytes:
-    """``value`` as JSON; numpy scalars become numbers, anything else that JSON lacks is an InputError."""
+def check_deadline(deadline_s: float) -> None:
+    """InputError unless ``deadline_s`` is above zero."""
+    if not deadline_s > 0:
+        raise InputError("the deadline of a communicator must be positive", got=deadline_s, expected="seconds > 0")
 
-    def plain(other: object) -> object:
-        if isinstance(other, np.generic):
-            return other.item()
-        raise InputError("only JSON values travel between ranks", got=type(other).__name__)
+
+def describe_loss(comm: Communicator, call: str, reason: str) -> CommunicationError:
+    """The error of a rank whose ``call`` (a sum, a barrier, ...) failed for ``reason``."""
+    return CommunicationError(
+        f"rank {comm.rank} of {comm.size} waited in vain in {call}",
+        got=reason,
+        expected="every rank makes the same calls and is alive",
+        fix="look in the output of the other ranks for the first error; raise deadline_s if one is only slow",
+    )
+
+
+def refuse_if_lost(lost: CommunicationError | None) -> None:
+    """CommunicationError if an earlier call has already ended with the error ``lost``."""
+    if lost is not None:
+        raise CommunicationError("this communicator has already lost a rank", got=lost.what)
+
+
+def to_json(value: object) -> bytes:
+    """``value`` as JSON; NumPy scalars become numbers, anything else that JSON lacks is an InputError."""
+
+    def plain(scalar: object) -> object:
+        if isinstance(scalar, np.generic):
+            return scalar.item()
+        raise InputError("only JSON values travel between ranks", got=type(scalar).__name__)
 
     return json.dumps(value, default=plain, sort_keys=True).encode()
 
@@ -112,7 +144,7 @@ def say(message: str) -> None:
 
 
 class OneProcess:
-    """The communicator of a job without other ranks: a sum changes nothing and is only counted."""
+    """The communicator of a job with one rank: a sum changes nothing and is only counted."""
 
     rank = 0
     size = 1
@@ -152,7 +184,7 @@ class _DelayedSum:
 class DelayedCommunicator:
     """``inner`` with ``delay_s`` seconds added to every sum: an emulation of a network, not a measurement of one.
 
-    `sum` busy-waits before it sums. The delay of `start_sum` runs from its call, so work done before ``wait`` hides it.
+    `sum` busy-waits before it sums. The delay of `start_sum` begins at its call, so work done before ``wait`` hides it.
     """
 
     def __init__(self, inner: Communicator, delay_s: float) -> None:
@@ -190,21 +222,26 @@ class DelayedCommunicator:
         self.inner.abort(message)
 
 
+def without_delay(comm: Communicator) -> Any:
+    """The communicator inside a DelayedCommunicator, or ``comm`` itself."""
+    return getattr(comm, "inner", comm)
+
+
 def check_agreement(comm: Communicator, values: Mapping[str, object]) -> None:
     """Return if all ranks pass equal ``values`` (JSON values); otherwise every rank raises the same InputError.
 
-    The error names each value that differs, the ranks that stand alone with theirs, and what most ranks hold (rank 0's
-    where there is no majority). Call it before anything whose size follows from the values: ranks that reduce buffers
+    The error names each value that differs, the ranks that differ from the majority, and the value of the majority
+    (rank 0's if there is none). Call it before anything whose size follows from the values: ranks that reduce buffers
     of different lengths corrupt memory or wait for ever.
     """
-    everyone = comm.gather(dict(values))
+    values_of_ranks = comm.gather(dict(values))
     differences = []
-    for name in sorted({name for told in everyone for name in told}):
-        told = [json.dumps(each[name]) if name in each else "nothing" for each in everyone]
-        if len(set(told)) == 1:
+    for name in sorted({name for of_rank in values_of_ranks for name in of_rank}):
+        texts = [json.dumps(of_rank[name]) if name in of_rank else "nothing" for of_rank in values_of_ranks]
+        if len(set(texts)) == 1:
             continue
-        usual = Counter(told).most_common(1)[0][0]
-        others = [f"rank {rank} has {name}={text}" for rank, text in enumerate(told) if text != usual]
+        usual = Counter(texts).most_common(1)[0][0]
+        others = [f"rank {rank} has {name}={text}" for rank, text in enumerate(texts) if text != usual]
         shown = others if len(others) <= 4 else [*others[:4], f"{len(others) - 4} more ranks differ"]
         differences.append(f"{', '.join(shown)} where the others have {usual}")
     if differences:
@@ -214,3 +251,26 @@ def check_agreement(comm: Communicator, values: Mapping[str, object]) -> None:
             expected="the same values on every rank",
             fix="start every rank with the same options and the same rows",
         )
+
+
+def agree(comm: Communicator, work: Callable[[], T]) -> T:
+    """``work()``; if it fails on one rank, all ranks raise, so that none waits for the others.
+
+    Raises:
+        InputError: on ranks whose own work succeeded; names the first rank whose work failed.
+    """
+    if comm.size == 1:
+        return work()
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except (CasgdError, ValueError, TypeError, OSError) as error:
+        failure = error
+    messages = comm.gather(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise InputError(f"rank {rank} cannot go on", got=message)
+    return result  # type: ignore[return-value]  # it is set where nothing failed

@@ -1,16 +1,19 @@
 """One outer step of CA-SGD that rounds after every operation, in any of the formats, on emulated ranks.
 
-It shows what a precision choice does apart from any hardware, and checks the bounds of `casgd.bounds`.
+It shows the effect of a precision choice independent of hardware, and checks the bounds of `casgd.bounds`.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.bounds import ExactStep, OuterStep, solve_exactly
+from precision_time.casgd.bounds import ExactStep, OuterStep, bound_policy, solve_exactly, worst_propagation
+from precision_time.casgd.errors import InputError
 from precision_time.casgd.precision import CHOICES, POLICIES, PrecisionPolicy, round_to
 
-__all__ = ["emulate_outer_step", "isolate_choice", "measure_errors", "rounding_error"]
+__all__ = ["compare_errors", "emulate_outer_step", "isolate_choice", "measure_errors", "rounding_error"]
 
 
 def isolate_choice(choice: str, fmt: str) -> PrecisionPolicy:
@@ -21,8 +24,8 @@ def isolate_choice(choice: str, fmt: str) -> PrecisionPolicy:
 def _round(values: np.ndarray, fmt: str) -> np.ndarray:
     """``values`` rounded to ``fmt``, carried in float64, where a product or sum of two is exact or nearly so.
 
-    The result of one operation is thus rounded once for FP16, BF16 and TF32, and as good as once for FP32 (53 bits are
-    more than 2 x 24 + 2: Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30, 1995).
+    So the result of one operation is rounded once for FP16, BF16 and TF32, and as if once for FP32 (53 bits are more
+    than 2 x 24 + 2: Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30, 1995).
     """
     return values if fmt == "fp64" else np.asarray(round_to(values, fmt), dtype=np.float64)
 
@@ -42,7 +45,7 @@ def _sum_products(left: np.ndarray, right: np.ndarray, fmt: str) -> np.ndarray:
 
 
 def _sum_ranks(parts: np.ndarray, fmt: str) -> np.ndarray:
-    """The partial results of the ranks, (P, ...), rounded as they are stored and after each of P - 1 additions."""
+    """The sum of the partial results of the ranks, (P, ...), rounded before and after each of P - 1 additions."""
     stored = _round(parts, fmt)
     total: np.ndarray = stored[0]
     for part in stored[1:]:
@@ -53,8 +56,8 @@ def _sum_ranks(parts: np.ndarray, fmt: str) -> np.ndarray:
 def emulate_outer_step(step: OuterStep, policy: PrecisionPolicy) -> np.ndarray:
     """The weights (n,) after one outer step in the formats of ``policy``, rounded after every operation, in float64.
 
-    Columns are dealt to the ranks in blocks of ceil(n/P), the last one filled up with zero columns, which add nothing
-    and round nothing. Targets and rates are not rounded; the link is one operation, rounded on entry and exit.
+    Each rank has a block of ceil(n/P) columns, the last block filled up with zero columns, which change no result.
+    Targets and rates are not rounded; the link is one operation, rounded on entry and exit.
     """
     s, b, ranks, width = step.s, step.batch_size, step.ranks, step.columns_per_rank
     n = step.rows.shape[1]
@@ -95,3 +98,54 @@ def measure_errors(
     """`rounding_error` of each choice alone in each of ``formats``, by (choice, format)."""
     exact = solve_exactly(step)
     return {(choice, fmt): rounding_error(exact, isolate_choice(choice, fmt)) for fmt in formats for choice in CHOICES}
+
+
+def compare_errors(step: OuterStep, policies: Sequence[PrecisionPolicy]) -> dict[str, Any]:
+    """The bound of each error that ``policies`` add to one outer step, and the error measured by emulation.
+
+    JSON values. ``policies`` maps a name to a list: an entry for each choice below fp64, then one for ``all`` choices
+    together, whose bound is the sum of the others. ``bound`` and ``measured`` are relative to the length of the exact
+    step, ||Y^T c||; None if a number left the range of its format. ``propagation`` is ||K||_inf, the growth of an error
+    of the margins within the step, and ``worst_propagation`` its limit (None: no limit).
+
+    Raises:
+        InputError: all formats are fp64, the reference of the measured errors.
+    """
+    formats = sorted({fmt for policy in policies for fmt in policy.formats.values()} - {"fp64"})
+    if not formats:
+        raise InputError(
+            "there is no rounding error to bound",
+            got=", ".join(policy.name for policy in policies),
+            expected="a precision with a format below fp64, the reference of the measured errors",
+        )
+    exact = solve_exactly(step)
+    with np.errstate(over="ignore", invalid="ignore"):
+        measured = measure_errors(step, formats=formats)
+        studied = {policy.name: _compare_policy(exact, policy, measured) for policy in policies}
+    return {
+        "propagation": float(exact.propagation.sum(axis=1).max()),
+        "worst_propagation": _finite(worst_propagation(step)),
+        "policies": studied,
+    }
+
+
+def _compare_policy(
+    exact: ExactStep, policy: PrecisionPolicy, measured: Mapping[tuple[str, str], float]
+) -> list[dict[str, Any]]:
+    bounds = bound_policy(exact, policy)
+    rows = [
+        (choice, fmt, bounds.parts[choice], measured[choice, fmt])
+        for choice, fmt in policy.formats.items()
+        if fmt != "fp64"
+    ]
+    rows.append(("all", "", bounds.plain_sum, rounding_error(exact, policy)))
+    names = ("choice", "format", "bound", "measured")
+    unit = bounds.step_norm
+    return [
+        dict(zip(names, (choice, fmt, _finite(bound / unit), _finite(error / unit)), strict=True))
+        for choice, fmt, bound, error in rows
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,6 +1,16 @@
-"""Errors of the solver: each says what went wrong, what was got, what was expected and what to do."""
+"""Errors of the solver: each says what is wrong, which value was given, which was expected, and how to fix it."""
 
-__all__ = ["CasgdError", "CommunicationError", "InputError", "NotConvergedWarning", "PrecisionWarning"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CasgdError",
+    "CommunicationError",
+    "InputError",
+    "NotConvergedWarning",
+    "PrecisionWarning",
+    "unknown_name",
+]
 
 
 def _printable(text: str) -> str:
@@ -11,8 +21,8 @@ def _printable(text: str) -> str:
 class CasgdError(Exception):
     """Root of the hierarchy.
 
-    ``code`` is the stable name that logs and JSON carry, ``exit_code`` what the command line ends with
-    (1 internal, 2 bad input).
+    ``code`` is the stable name in logs and JSON, ``exit_code`` the exit code of the command line (1 internal, 2 bad
+    input).
     """
 
     code = "E-CASGD"
@@ -27,7 +37,7 @@ class CasgdError(Exception):
 
     @property
     def message(self) -> str:
-        """The whole text on one line: what; got; expected; what to do."""
+        """The whole text on one line: what; got; expected; fix."""
         parts = [self.what]
         if self.got is not None:
             parts.append(f"got: {self.got}")
@@ -41,19 +51,31 @@ class CasgdError(Exception):
         return self.message
 
     def to_dict(self) -> dict[str, str | None]:
-        """The JSON twin of the message."""
+        """The parts of the message as JSON values."""
         return {"code": self.code, "what": self.what, "got": self.got, "expected": self.expected, "fix": self.fix}
 
 
 class InputError(CasgdError, ValueError):
-    """A value that cannot be solved: data, labels, an option, ranks that disagree."""
+    """The input cannot be used: data, labels, an option, or ranks that disagree."""
 
     code = "E-INPUT"
     exit_code = 2
 
 
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> InputError:
+    """The error for a ``name`` of some ``kind`` that is not among the ``known`` ones; it offers the nearest."""
+    names = list(known)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return InputError(
+        f"unknown {kind}",
+        got=repr(name),
+        expected=", ".join(names),
+        fix=f"did you mean {close[0]!r}?" if close else None,
+    )
+
+
 class CommunicationError(CasgdError, RuntimeError):
-    """A rank that died, stayed silent past the deadline, or a message that did not arrive whole."""
+    """A rank died or did not answer before the deadline, or a message was incomplete."""
 
     code = "E-COMMUNICATION"
     exit_code = 1
@@ -64,4 +86,4 @@ class NotConvergedWarning(UserWarning):
 
 
 class PrecisionWarning(UserWarning):
-    """A precision policy whose predicted excess loss is above what was asked for."""
+    """The predicted excess loss of a precision policy is above the limit."""

@@ -1,7 +1,7 @@
-"""CA-SGD on a GPU through CuPy: BF16 products with FP32 sums, and five kernels and one AllReduce an outer step.
+"""CA-SGD on a GPU through CuPy: BF16 products with FP32 sums; five kernels and one AllReduce an outer step.
 
-Written from the source of CuPy 14.2.0. What an outer step does is in recurrence.cu; the host draws the batches, tells
-the step sizes and judges the losses as for NumPy arrays, and waits for the GPU once an epoch.
+Written from the source of CuPy 14.2.0. The kernels are in recurrence.cu; the host draws the batches, computes step
+sizes and losses as for NumPy arrays, and waits for the GPU once an epoch.
 """
 
 import dataclasses
@@ -13,32 +13,32 @@ from typing import Any
 import numpy as np
 
 from precision_time.casgd.arrays import import_cupy, library_of
-from precision_time.casgd.comm import Pending, drain
-from precision_time.casgd.communicator import Done
+from precision_time.casgd.communicator import Done, Pending
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.gram import packed_gram_words
 from precision_time.casgd.kernels import (
     WARP,
     GramProduct,
     compile_options,
     largest_block_rows,
     load_kernels,
-    packed_gram_words,
     real_type,
     store_rounded,
     stored_type,
 )
+from precision_time.casgd.nccl import drain
 from precision_time.casgd.problem import PARTS, Options, Problem, Solution
-from precision_time.casgd.sgd import Epoch, Run
+from precision_time.casgd.run import Epoch, Run
 
-__all__ = ["LAUNCHES", "DeviceRun", "run_ca_sgd", "run_sgd"]
+__all__ = ["LAUNCHES", "DeviceRun"]
 
-#: What is started on the device in an outer step, in this order; with one block the first two are left out.
+#: The launches of an outer step, in this order; the first two are left out if a block is one batch.
 LAUNCHES = ("gather_rows", "gemm", "margins", "all_reduce", "recurrence", "increment")
 
 _OBJECTIVES = MappingProxyType({"logistic": 0, "squared": 1, "poisson": 2})
 
 _ALIGNMENT = 8  # columns: tensor cores want leading dimensions that are multiples of it
-_TIMED_EVERY = 16  # outer steps: events cost about as much as a launch
+_TIMED_EVERY = 16  # outer steps; an event costs about as much as a launch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,33 +62,26 @@ class _Block:
 
 
 class DeviceRun(Run):
-    """A run whose features, weights and sb-vectors are on the current device of CuPy.
+    """A run whose features, weights and s b-vectors are on the current device of CuPy.
 
-    ``launched`` has the names of what the last outer step started, at most :data:`LAUNCHES`; with prefetch the Gram is
-    packed and summed by a kernel and a sum of its own.
+    ``launched`` names the launches of the last outer step, at most :data:`LAUNCHES`; with prefetch the Gram has a
+    packing kernel and a sum of its own.
     """
 
-    def __init__(self, problem: Problem, options: Options, *, weights: Any = None, **given: Any) -> None:
+    def __init__(self, problem: Problem, options: Options, **more: Any) -> None:
         self.cupy = import_cupy()
-        # The host's part has no columns: it draws batches, checks agreement and judges losses.
-        hosted = Problem(
-            features=np.empty((problem.rows, 0), dtype=np.float32),
-            targets=problem.targets,
-            objective=problem.objective,
-            l2=problem.l2,
-            sample_weight=problem.sample_weight,
-            fit_intercept=problem.fit_intercept,
-        )
+        # The host's part has no columns: it draws batches, compares the ranks and checks the losses.
+        hosted = dataclasses.replace(problem, features=np.empty((problem.rows, 0), dtype=np.float32))
         self.columns = problem.columns
         self.stride = max(1, -(-problem.columns // _ALIGNMENT)) * _ALIGNMENT
-        super().__init__(hosted, options, weights=weights, owned=problem.features, **given)
+        super().__init__(hosted, options, owned=problem.features, **more)
         self.state = self.cupy.asarray(np.array([self.intercept, 1.0, 0.0]))
         self.launched: list[str] = []
         self._timed: list[tuple[str, Any]] | None = None
         self._marks: list[list[tuple[str, Any]]] = []
 
-    def _start(self, weights: Any) -> np.ndarray:
-        """Fill the device; `Run` calls it where one rank's failure is told to all, so none waits for a rank that left.
+    def _place_weights(self, weights: Any) -> np.ndarray:
+        """Fill the device; `Run` raises a failure here on all ranks, so no rank waits for one that has left.
 
         The host's part of the weights is empty.
         """
@@ -106,25 +99,25 @@ class DeviceRun(Run):
         self.kernels = load_kernels(compile_options(policy), device)
         try:
             self.device_features = store_rounded(features, kernels=self.kernels, policy=policy, stride=self.stride)
-            self.device_weights = self._start_on_device(weights)
+            self.device_weights = self._place_on_device(weights)
         except MemoryError as error:  # CuPy's own is one
             raise InputError(
                 "the features do not fit on the GPU", got=error, fix="more ranks, or a policy that stores less"
             ) from error
         return np.empty(0)
 
-    def _start_on_device(self, weights: Any) -> Any:
-        start = self.cupy.zeros(self.stride, dtype=self.real)
+    def _place_on_device(self, weights: Any) -> Any:
+        placed = self.cupy.zeros(self.stride, dtype=self.real)
         if weights is not None:
-            given = self.cupy.asarray(weights, dtype=self.real)
-            if given.shape != (self.columns,):
-                raise InputError("initial weights", got=f"shape {given.shape}", expected=f"({self.columns},)")
-            start[: self.columns] = given
-        return start
+            first = self.cupy.asarray(weights, dtype=self.real)
+            if first.shape != (self.columns,):
+                raise InputError("initial weights", got=f"shape {first.shape}", expected=f"({self.columns},)")
+            placed[: self.columns] = first
+        return placed
 
-    def pass_over(self, epoch: Epoch, s: int) -> None:
+    def pass_over(self, epoch: Epoch) -> None:
         """One epoch in outer steps of s batches."""
-        cupy, b = self.cupy, self.batch_size
+        cupy, b, s = self.cupy, self.batch_size, self.options.s
         block = min(s * b, self.m)
         self._prepare(block, with_gram=s > 1 and self.m > b)
         rows = np.arange(self.m, dtype=np.int32) if epoch.rows is None else epoch.rows.astype(np.int32)
@@ -146,7 +139,7 @@ class DeviceRun(Run):
             for number, span in enumerate(spans):
                 self._begin_step(number)
                 self._outer_step(*span)
-        # Reading waits for the device without end: first let the sums come to theirs, or to the deadline.
+        # A read of the device has no deadline, so the sums, which have one, must end before it.
         drain(self.comm)
         self.intercept, _, self._loss_sum = self.state.get().tolist()
         self._share_out(time.perf_counter() - began)
@@ -183,7 +176,7 @@ class DeviceRun(Run):
         self._mark("start")
 
     def _outer_step(self, start: int, rows: int) -> None:
-        """Batches ``start`` to ``start + rows`` of the epoch; at most six launches, nothing waits for the device."""
+        """One outer step on rows ``start`` to ``start + rows`` of the epoch: at most six launches, no wait."""
         block = self._form(start, rows, 0)
         self._fill(block, gram=True, margins=True)
         self._mark("gram")
@@ -194,10 +187,10 @@ class DeviceRun(Run):
         self._finish_step(block)
 
     def _pass_ahead(self, spans: list[tuple[int, int]]) -> None:
-        """The outer steps of an epoch, each one's Gram summed while the step before it is in its recurrence.
+        """The outer steps of an epoch; the Gram of each is summed during the recurrence of the step before it.
 
-        As in ca_sgd.py: the margins are under way while the next Gram is formed. Two slots alternate; all kernels are
-        on one stream, and a communicator that has a stream of its own makes that one wait for the other.
+        As in cpu.py, the margins are under way while the next Gram is formed. Two slots alternate. All kernels are on
+        one stream; a communicator with its own stream makes that stream wait for this one.
         """
         self._begin_step(0)
         ahead = self._form_ahead(*spans[0], 0)
@@ -233,7 +226,7 @@ class DeviceRun(Run):
         return self.comm.start_sum(buffer)
 
     def _form(self, start: int, rows: int, slot: int) -> _Block:
-        """The rows where they are; of more than one batch, a copy of them and its Gram."""
+        """The rows in place; with more than one batch, a copy of the rows and its Gram."""
         order, source = self._order[start : start + rows], self.device_features
         words = packed_gram_words(rows, self.batch_size)
         if words:
@@ -248,8 +241,8 @@ class DeviceRun(Run):
     def _fill(self, block: _Block, *, gram: bool, margins: bool) -> None:
         """Put the Gram, the margins or both into the packed buffer, by one kernel.
 
-        Told that the rows have no columns it makes no margins (zeros, which the next call replaces), and told that all
-        rows are one batch it packs no Gram.
+        Called with zero columns the kernel makes no margins (zeros, which the next call replaces); called with one
+        batch of all rows it packs no Gram.
         """
         self._launch(
             "margins",
@@ -271,7 +264,7 @@ class DeviceRun(Run):
     def _finish_step(self, block: _Block) -> None:
         """Recurrence and update, from summed Gram and margins."""
         start, rows, itemsize = block.start, block.rows, self.real.itemsize
-        # A warp a row; a batch of 32 rows or more keeps all of a CTA busy.
+        # One warp for each row; a batch of 32 rows or more keeps the whole CTA busy.
         threads = WARP * min(32, max(4, self.batch_size))
         self._launch(
             "recurrence",
@@ -324,7 +317,7 @@ class DeviceRun(Run):
             self._timed.append((part, event))
 
     def _share_out(self, elapsed_s: float) -> None:
-        """The wall seconds of an epoch among the parts, as the events of every sixteenth outer step divide them."""
+        """Divide the wall seconds of an epoch among the parts, in the proportions of the timed outer steps."""
         spent = dict.fromkeys(PARTS, 0.0)
         for timed in self._marks:
             for (_, before), (part, after) in itertools.pairwise(timed):
@@ -334,66 +327,10 @@ class DeviceRun(Run):
             self.seconds[part] += elapsed_s * (value / total if total > 0 else 1 / len(PARTS))
 
     def _score(self, epoch: Epoch) -> float:
-        """The loss that the kernels added up."""
+        """The loss that the kernels have summed."""
         total = float(self.m) if self.importance is None else float(np.sum(self.importance))
         return self._loss_sum / total if total > 0 else 0.0
 
     def finish(self) -> Solution:
         self.weights = self.device_weights[: self.columns].get()
         return super().finish()
-
-
-def run_ca_sgd(
-    problem: Problem,
-    options: Options,
-    *,
-    comm: Any = None,
-    weights: Any = None,
-    intercept: float = 0.0,
-    first_step: int = 0,
-    first_epoch: int = 0,
-) -> Solution:
-    """CA-SGD on features that are a dense CuPy array; see :func:`precision_time.casgd.ca_sgd.run_ca_sgd`.
-
-    The solution's weights are on the host. ``seconds`` are wall seconds of the epochs, divided among the parts as
-    events of some outer steps tell. ``options.prefetch`` needs a second copy of a block and of its packed buffer, and
-    two launches more, a packing and a sum, in an outer step.
-
-    Raises:
-        InputError: features that are sparse or out of range, s b above `largest_block_rows`, a policy that this back
-            end cannot do, ranks that disagree, or iterates that diverge.
-    """
-    run = DeviceRun(
-        problem,
-        options,
-        comm=comm,
-        weights=weights,
-        intercept=intercept,
-        first_step=first_step,
-        first_epoch=first_epoch,
-    )
-    for epoch in run.epochs():
-        run.pass_over(epoch, options.s)
-    return run.finish()
-
-
-def run_sgd(
-    problem: Problem,
-    options: Options,
-    *,
-    comm: Any = None,
-    weights: Any = None,
-    intercept: float = 0.0,
-    first_step: int = 0,
-    first_epoch: int = 0,
-) -> Solution:
-    """Plain SGD on a dense CuPy array: three kernels and one AllReduce a step, without a gathered copy of the rows."""
-    return run_ca_sgd(
-        problem,
-        dataclasses.replace(options, s=1),
-        comm=comm,
-        weights=weights,
-        intercept=intercept,
-        first_step=first_step,
-        first_epoch=first_epoch,
-    )

@@ -1,4 +1,4 @@
-"""The strictly lower blocks of Y Y^T and the margins Y w, packed into the one buffer that is summed over ranks."""
+"""The strictly lower blocks of Y Y^T and the margins Y w, packed into the one buffer that the ranks sum."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,19 +7,23 @@ import numpy as np
 
 from precision_time.casgd.precision import round_to
 
-__all__ = ["PackedGram", "fill_gram", "fill_margins", "packed_words", "round_in_place"]
+__all__ = ["PackedGram", "fill_gram", "fill_margins", "packed_gram_words", "round_in_place"]
 
 
-def packed_words(s: int, batch_size: int) -> int:
-    """Words of one communication: b^2 s (s - 1) / 2 of the Gram matrix and s b margins."""
-    return batch_size * batch_size * s * (s - 1) // 2 + s * batch_size
+def packed_gram_words(rows: int, batch_size: int) -> int:
+    """Words of the strictly lower Gram blocks of ``rows`` rows in batches of b; the last batch may be shorter.
+
+    That is b^2 s (s - 1) / 2 for s whole batches. One sum over the ranks carries these words and a margin a row.
+    """
+    before = (rows - 1) // batch_size  # batches in front of the last one
+    return before * (before - 1) // 2 * batch_size**2 + (rows - before * batch_size) * before * batch_size
 
 
 class PackedGram:
     """One buffer [G_10, G_20 G_21, ..., v] for batches of the given sizes.
 
     With offsets o_j = sum of the sizes before j, block row j is G_j = Y_j Y_{<j}^T of shape (b_j, o_j), row-major;
-    the diagonal blocks are never needed. ``margins`` is v = Y w, (o_s,).
+    the diagonal blocks are not needed. ``margins`` is v = Y w, (o_s,).
     """
 
     def __init__(self, sizes: Sequence[int], *, dtype: np.dtype[Any]) -> None:
@@ -37,18 +41,13 @@ class PackedGram:
             for start, count, size, offset in zip(starts, words, self.sizes, self.offsets, strict=False)
         ]
 
-    @property
-    def words(self) -> int:
-        """Words that one sum communicates."""
-        return int(self.buffer.size)
-
 
 def fill_gram(packed: PackedGram, block: Any) -> None:
     """G_j = Y_j Y_{<j}^T for j = 1 .. s - 1 from ``block`` Y (rows, n_local), dense or CSR."""
     offsets = packed.offsets
     dense = isinstance(block, np.ndarray)
     if not dense or _whole_is_faster(block.shape, packed.sizes[0]):
-        # Sparse: one product instead of s - 1, as a call costs more than the half that is thrown away.
+        # Sparse: one product instead of s - 1, because a call costs more than the unused half.
         product = block @ block.T if dense else (block @ block.T).toarray()
         for j in range(1, len(packed.sizes)):
             packed.blocks[j][...] = product[offsets[j] : offsets[j + 1], : offsets[j]]
@@ -63,7 +62,7 @@ def fill_gram(packed: PackedGram, block: Any) -> None:
 
 
 def _whole_is_faster(shape: tuple[int, ...], batch_size: int) -> bool:
-    """Whether Y Y^T at once (a symmetric rank-k update) beats s - 1 flat products; thresholds timed with OpenBLAS.
+    """Whether Y Y^T at once (a symmetric rank-k update) is faster than s - 1 flat products, as timed with OpenBLAS.
 
     One core, FP32: 1.9 times at 256 x 2000 with b = 16; 0.1 times at 1024 x 28 with b = 64.
     """
@@ -82,7 +81,7 @@ def fill_margins(packed: PackedGram, block: Any, weights: np.ndarray) -> None:
 
 
 def round_in_place(values: np.ndarray, fmt: str) -> None:
-    """Round ``values`` to ``fmt``; nothing to do where the array's own type is the format."""
+    """Round ``values`` to ``fmt``, unless the type of the array is that format."""
     if fmt in ("fp64", "fp32") and values.dtype == (np.float64 if fmt == "fp64" else np.float32):
         return
     if fmt != "fp64":

@@ -1,4 +1,4 @@
-"""On one batch: does a precision policy suit the data, and which one does if it does not."""
+"""Whether a precision policy suits the data, judged on one batch, and which policy does if it does not."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from precision_time.casgd.arrays import import_cupy, library_of
-from precision_time.casgd.batch_fit import BatchFit, fit_batch, margin_fit
+from precision_time.casgd.arrays import library_of, to_host
+from precision_time.casgd.batch_fit import U_RMS, BatchFit, fit_batch, margin_errors, margin_fit
 from precision_time.casgd.bounds import check_accumulators
-from precision_time.casgd.comm import Communicator, drain, find_communicator
+from precision_time.casgd.communicator import Communicator
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.excess import U_RMS, margin_errors, to_host
+from precision_time.casgd.mpi import find_communicator
+from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.precision import CHOICES, LARGEST, POLICIES, ROUNDOFF, PrecisionPolicy
 from precision_time.casgd.problem import Options, Problem
 
-__all__ = ["Verdict", "choose_policy"]
+__all__ = ["OnRisk", "Verdict", "choose_policy", "fallbacks"]
+
+OnRisk = Literal["fallback", "warn", "raise"]
 
 # |dL| / L of a single run against FP32, when the last step is em times half the stability limit: 0.4 em sqrt(relative
 # excess). Worst of 6 seeds on synthetic linear data (n = 32, s = b = 16, 3 epochs, R^2 0.946 to 0.9996, policies recipe
@@ -25,28 +28,29 @@ _STEP_NOISE = 0.4
 # Column scales further apart than this, or means this many deviations away from zero, are called unscaled.
 _SCALE_RATIO, _OFFSET_RATIO = 1e3, 10.0
 # The loss at the optimum shows once there are two rows a column; four are better, and more than 768 take too long to
-# fit (a Newton step is a solve of that size). With more columns than that allows it does not show in any batch: a small
-# one is as good for the rest.
+# fit (a Newton step is a solve of that size). With more columns no batch shows it: a small batch then serves the other
+# checks as well.
 _POWER_STEPS = 30
 _ROWS_PER_COLUMN, _NEEDED_ROWS_PER_COLUMN, _FEWEST_ROWS, _MOST_ROWS = 4, 2, 256, 768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the guard found and chose; the same on every rank.
+    """The judgement and the choice of the guard; the same on every rank.
 
-    policy: to train with. requested: what was asked for.
-    warnings: why ``requested`` is a risk, then advice on the data and the step; empty when nothing was found.
-    step_warning: the one of ``warnings`` that says that the first step is above the stability limit; else empty.
-    unjudged_warning: the one that says that the excess cannot be judged before training; else empty.
-    predicted_excess: of ``policy``, as a share of the loss, both on the rounded features; zero for a policy without
-        anything below fp32, NaN where it cannot be judged.
-    requested_excess: the same of ``requested``.
-    step_deviation: how far the loss of a single run may lie from that of FP32 because the last step is not small, as a
-        share of the loss, of ``policy``; either sign; NaN where it cannot be judged.
+    policy: the policy to train with.
+    requested: the policy that was asked for.
+    warnings: why ``requested`` is a risk, then advice on the data and the step; empty if there is none.
+    step_warning: the warning, if any, that the first step is above the stability limit.
+    unjudged_warning: the warning, if any, that the excess cannot be judged before training.
+    predicted_excess: loss that ``policy`` adds, as a share of the loss, both on the rounded features; zero for a policy
+        without formats below fp32, NaN if it cannot be judged.
+    requested_excess: the same for ``requested``.
+    step_deviation: by how much the loss of a single run with ``policy`` may differ from FP32, up or down, because the
+        last step is not small, as a share of the loss; NaN if it cannot be judged.
     loss: at the given weights, or estimated at the optimum, above that of the saturated model; NaN likewise.
     first_step, last_step: as shares of the stability limit (`choose_policy`).
-    rows: how many the estimates rest on; zero when nothing had to be estimated.
+    rows: rows of the sample; zero if nothing had to be estimated.
     """
 
     policy: PrecisionPolicy
@@ -69,25 +73,23 @@ class Verdict:
 
 
 def _raise_to(policy: PrecisionPolicy, fmt: str) -> PrecisionPolicy:
-    """``policy`` with nothing coarser than ``fmt``: the policy named ``fmt`` unless that would lower a choice."""
+    """``policy`` without formats coarser than ``fmt``: the policy named ``fmt``, unless that would lower a choice."""
     named = POLICIES[fmt]
     if all(ROUNDOFF[getattr(named, choice)] <= ROUNDOFF[getattr(policy, choice)] for choice in CHOICES):
         return named
-    coarse = {choice: fmt for choice, given in policy.formats.items() if ROUNDOFF[given] > ROUNDOFF[fmt]}
+    coarse = {choice: fmt for choice, current in policy.formats.items() if ROUNDOFF[current] > ROUNDOFF[fmt]}
     return policy.replace(name=f"{policy.name}, {fmt} at least", **coarse)
 
 
-def _candidates(policy: PrecisionPolicy) -> list[PrecisionPolicy]:
-    """``policy`` and what to fall back to: bf16 -> fp16 -> fp32."""
-    found = [policy]
-    if "bf16" in policy.formats.values():
-        found.append(_raise_to(policy, "fp16"))
-    return [*found, _raise_to(policy, "fp32")]
+def fallbacks(policy: PrecisionPolicy) -> list[PrecisionPolicy]:
+    """``policy``, and the policies to fall back to: bf16 -> fp16 -> fp32."""
+    finer = ["fp16", "fp32"] if "bf16" in policy.formats.values() else ["fp32"]
+    return [policy, *(_raise_to(policy, fmt) for fmt in finer)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Columns:
-    """The columns of all ranks: the largest value over all rows, the others over the sampled rows."""
+    """The columns of all ranks: ``largest`` is the largest value of all rows, the others are of the sampled rows."""
 
     largest: float
     largest_rms: float
@@ -129,21 +131,17 @@ def _join_columns(of_ranks: np.ndarray) -> _Columns:
     )
 
 
-def _sum_over_ranks(comm: Communicator, parts: Sequence[np.ndarray], features: Any) -> list[np.ndarray]:
-    """The sums over ranks of several float64 arrays, in one message."""
-    buffer: Any = np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in parts])
-    if library_of(features) == "cupy":  # NCCL sums nothing else
-        buffer = import_cupy().asarray(buffer)
-    comm.sum(buffer)
-    drain(comm)
-    host = buffer if isinstance(buffer, np.ndarray) else buffer.get()
-    pieces = np.split(host, np.cumsum([part.size for part in parts])[:-1])
+def _sum_in_one_message(comm: Communicator, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The sums over the ranks of several float64 arrays."""
+    buffer = np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in parts])
+    sum_over_ranks(buffer, comm=comm)
+    pieces = np.split(buffer, np.cumsum([part.size for part in parts])[:-1])
     return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Findings:
-    """The data as every rank knows them after two sums: enough to judge any candidate."""
+    """The results of the sample, the same on every rank after two sums: enough to judge any policy."""
 
     columns: _Columns
     fit: BatchFit
@@ -156,7 +154,7 @@ class _Findings:
     def excess(self, policy: PrecisionPolicy) -> float:
         """1/2 mean phi'' (features + margin rounding), as a share of the loss; NaN where the loss is not known."""
         moved = np.zeros_like(self.fit.margins)
-        # What rounds as fp32 does or less is no excess over fp32, however small the loss.
+        # Formats as fine as fp32 add no excess over fp32, however small the loss.
         if ROUNDOFF[policy.x_storage] > ROUNDOFF["fp32"]:
             moved += self.errors[policy.x_storage]
         if ROUNDOFF[policy.margin_storage] > ROUNDOFF["fp32"]:
@@ -172,44 +170,44 @@ class _Findings:
         return _STEP_NOISE * 2 * self.last_step * math.sqrt(self.excess(policy))
 
     def risks(self, policy: PrecisionPolicy, *, largest_excess: float) -> list[str]:
-        found = []
+        risks = []
         sizes = {
             "x_storage": ("a feature", self.columns.largest),
             "margin_storage": ("a margin", float(np.max(np.abs(self.fit.margins)))),
             "gram_storage": ("a squared row norm", self.largest_square),
         }
-        for choice, (what, size) in sizes.items():
+        for choice, (number, size) in sizes.items():
             fmt = getattr(policy, choice)
             if size > LARGEST[fmt]:
-                found.append(f"{what} of {size:.6g} is beyond {fmt}, which ends at {LARGEST[fmt]:g}")
+                risks.append(f"{number} of {size:.6g} is beyond {fmt}, which ends at {LARGEST[fmt]:g}")
         excess, deviation = self.excess(policy), self.deviation(policy)
         if excess > largest_excess:
-            found.append(
+            risks.append(
                 f"near interpolation: rounding to {policy.name} is predicted to add {excess:.2%} to the loss on the "
                 f"rounded features (limit {largest_excess:.2%}; on the original features it adds less)"
             )
         elif deviation > largest_excess:
-            found.append(
+            risks.append(
                 f"hot last step ({self.last_step:.2g} of the stability limit): with {policy.name} the loss of a run "
                 f"may be off by {deviation:.2%} (limit {largest_excess:.2%}); let the step fall as 1/t"
             )
         if ROUNDOFF[policy.weights] > ROUNDOFF["fp32"]:
-            found.append(f"weights in {policy.weights} stop moving once a step is below u |w|")
-        return found
+            risks.append(f"weights in {policy.weights} stop moving once a step is below u |w|")
+        return risks
 
     def advice(self) -> list[str]:
-        found, columns = [], self.columns
+        advice, columns = [], self.columns
         if columns.smallest_rms and columns.largest_rms / columns.smallest_rms > _SCALE_RATIO:
-            found.append(
+            advice.append(
                 f"unscaled features: columns differ in scale by {columns.largest_rms / columns.smallest_rms:.0e}; "
                 "standardise before rounding"
             )
         if columns.largest_offset > _OFFSET_RATIO:
-            found.append(
+            advice.append(
                 f"uncentred features: a mean is {columns.largest_offset:.0f} deviations away from 0; "
                 "standardise before rounding"
             )
-        return found
+        return advice
 
     def step_warning(self) -> str:
         if self.first_step <= 1 or math.isnan(self.first_step):
@@ -218,7 +216,7 @@ class _Findings:
 
 
 def _sharpness(gram: np.ndarray, curvature: np.ndarray, batch_size: int) -> float:
-    """lambda + (R^2 - lambda)/b of rows sqrt(phi'') x: what a step must stay below 2 over, in the mean square.
+    """lambda + (R^2 - lambda)/b of rows sqrt(phi'') x: steps below 2 over it are stable in the mean square.
 
     lambda is the largest eigenvalue of their second moment, R^2 = mean ||x||^4 / mean ||x||^2; from X X^T (q, q).
     """
@@ -235,7 +233,7 @@ def _sharpness(gram: np.ndarray, curvature: np.ndarray, batch_size: int) -> floa
     return largest + max(radius - largest, 0.0) / batch_size
 
 
-def _look(
+def _examine(
     problem: Problem,
     options: Options,
     comm: Communicator,
@@ -245,12 +243,12 @@ def _look(
     rows: int,
     start: Any,
 ) -> _Findings:
-    """Sample ``rows`` rows, fit them or take the weights of ``start``, and size up what rounding does to them."""
-    # The same rows on every rank; spread over all of them, since files come sorted.
-    chosen = np.sort(np.random.default_rng(options.seed).choice(problem.rows, rows, replace=False))
-    block = to_host(problem.features[chosen])
-    targets = np.asarray(problem.targets, dtype=np.float64)[chosen]
-    sample_weight = None if problem.sample_weight is None else np.asarray(problem.sample_weight, np.float64)[chosen]
+    """Sample ``rows`` rows, fit them or use the weights of ``start``, and estimate the errors of rounding them."""
+    # The same rows on every rank, spread over all rows because files may be sorted.
+    sample = np.sort(np.random.default_rng(options.seed).choice(problem.rows, rows, replace=False))
+    block = to_host(problem.features[sample]).astype(np.float64)
+    targets = np.asarray(problem.targets, dtype=np.float64)[sample]
+    sample_weight = None if problem.sample_weight is None else np.asarray(problem.sample_weight, np.float64)[sample]
     slots = np.zeros((comm.size, 5))
     slots[comm.rank] = _describe_columns(problem.features, block)
     # A rank with a NaN must still take part in the sums, or the others would wait for it.
@@ -259,7 +257,7 @@ def _look(
         gram = product if isinstance(product, np.ndarray) else product.toarray()
         weights = None if start is None else np.asarray(start[0], dtype=np.float64)
         margins = np.zeros(rows) if weights is None else np.asarray(block @ weights)
-        gram, margins, of_ranks = _sum_over_ranks(comm, [gram, margins, slots], problem.features)
+        gram, margins, of_ranks = _sum_in_one_message(comm, [gram, margins, slots])
     columns = _join_columns(of_ranks)
     if weights is None:
         fit = fit_batch(
@@ -271,7 +269,7 @@ def _look(
         margins = margins + float(start[1])
         fit = margin_fit(margins, targets, objective=problem.objective, sample_weight=sample_weight)
     names = sorted(formats)
-    errors = _sum_over_ranks(comm, [margin_errors(block, weights, fmt) for fmt in names], problem.features)
+    errors = _sum_in_one_message(comm, [margin_errors(block, weights, fmt) for fmt in names])
     smoothness = problem.objective.smoothness
     curvature = fit.second if smoothness is None else np.full(rows, smoothness)
     sharpest = _sharpness(gram + float(problem.fit_intercept), curvature, options.batch_size) + problem.l2
@@ -299,7 +297,7 @@ def choose_policy(
     options: Options,
     *,
     comm: Any = None,
-    on_risk: Literal["fallback", "warn", "raise"] = "fallback",
+    on_risk: OnRisk = "fallback",
     largest_excess: float = 0.005,
     weights: np.ndarray | None = None,
     intercept: float = 0.0,
@@ -307,26 +305,27 @@ def choose_policy(
 ) -> Verdict:
     """Whether ``options.policy`` suits the data; every rank calls, and every rank gets the same verdict.
 
-    A risk is: rounding predicted to add more than ``largest_excess`` of the loss (near interpolation); a last step so
-    large that a single run may be off by as much; a number beyond the format; weights below fp32. What to do about it:
-    ``fallback`` takes the first of bf16 -> fp16 -> fp32 without one, ``warn`` keeps the policy, ``raise`` refuses.
-    Advice (unscaled or uncentred features, a first step above the stability limit) is in the warnings but changes
-    nothing. Nothing is printed or warned here: the caller has ``Verdict.warnings``.
+    A risk is: rounding that is predicted to add more than ``largest_excess`` of the loss (near interpolation); a last
+    step so large that the loss of a single run may be off by as much; a number beyond the range of its format; weights
+    below fp32. On a risk, ``fallback`` uses the first of bf16 -> fp16 -> fp32 without a risk, ``warn`` keeps the
+    policy, ``raise`` refuses it. Advice (unscaled or uncentred features, a first step above the stability limit) is
+    among the warnings but changes nothing. This function warns of nothing itself: the caller has
+    ``Verdict.warnings``.
 
-    The stability limit of a step is taken as 2 / (lambda + (R^2 - lambda)/b), lambda and R^2 (the size of a row) of the
-    batch with its rows scaled by sqrt(L), L the largest phi''; for Poisson by sqrt(phi'') at the fit. At b = 1 it is
+    The stability limit of a step is 2 / (lambda + (R^2 - lambda)/b), lambda and R^2 (the size of a row) of the batch
+    with its rows scaled by sqrt(L), L the largest phi''; for Poisson by sqrt(phi'') at the fit. At b = 1 it is
     2 / (L R^2).
 
-    The estimates are made at ``weights`` (n_local,) and ``intercept``, or without them at the optimum of one batch of
-    ``sample_rows`` rows (four a column, 256 to 768, drawn at random), found in float64 from its Gram matrix. A batch
-    with fewer than two rows a column (above 384 columns, unless ``sample_rows`` says more) cannot show that the data
-    nearly interpolate: the verdict then says so, and leaves the excess open. Ask again with the weights of a few
-    epochs, as `guarded_training` does. Two sums and one or two gatherings over the ranks; none for a policy without
-    anything below fp32, which is never a risk.
+    The estimates are made at ``weights`` (n_local,) and ``intercept``. Without weights they are made at the optimum of
+    one batch of ``sample_rows`` rows (four a column, 256 to 768, drawn at random), computed in float64 from its Gram
+    matrix. A batch with fewer than two rows a column (above 384 columns, unless ``sample_rows`` is larger) cannot show
+    that the data nearly interpolate: the verdict then says so, and its excess is NaN. Call again with the weights of a
+    few epochs, as `guarded_training` does. Costs two sums and one or two gatherings over the ranks, and nothing for a
+    policy without formats below fp32, which is never a risk.
 
     Raises:
         InputError: a risk with ``raise``; an accumulator below fp32 whose bound is too large (whatever ``on_risk``);
-            NaN or infinity in the features, with the ranks.
+            NaN or infinity in the features, naming the ranks.
     """
     if on_risk not in ("fallback", "warn", "raise"):
         raise InputError("on_risk", got=repr(on_risk), expected="fallback, warn, raise")
@@ -337,13 +336,14 @@ def choose_policy(
     columns = ranks.gather(problem.columns)
     check_accumulators(policy, columns=max(columns), block_rows=options.s * options.batch_size)
     rows = min(problem.rows, sample_rows or _rows_wanted(sum(columns)))
-    candidates = _candidates(policy)
-    seen = _look(
-        problem, options, ranks, columns_of_all=sum(columns), formats={one.x_storage for one in candidates}, rows=rows,
+    candidates = fallbacks(policy)
+    findings = _examine(
+        problem, options, ranks, columns_of_all=sum(columns), rows=rows,
+        formats={candidate.x_storage for candidate in candidates},
         start=None if weights is None else (weights, intercept),
     )  # fmt: skip
-    risks = [seen.risks(candidate, largest_excess=largest_excess) for candidate in candidates]
-    level = next((i for i, found in enumerate(risks) if not found), len(candidates) - 1)
+    risks = [findings.risks(candidate, largest_excess=largest_excess) for candidate in candidates]
+    level = next((i for i, texts in enumerate(risks) if not texts), len(candidates) - 1)
     # Ranks on different processors may differ in the last bit of a number that sits on a limit.
     level = max(ranks.gather(level))
     if level and on_risk == "raise":
@@ -352,30 +352,30 @@ def choose_policy(
             expected=f"at most {largest_excess:.2%} of the loss", fix="let the guard fall back, or choose fp32",
         )  # fmt: skip
     level = level if on_risk == "fallback" else 0
-    chosen = candidates[level]
-    step_warning, unjudged_warning = seen.step_warning(), ""
-    if math.isnan(seen.excess(policy)):
+    candidate = candidates[level]
+    step_warning, unjudged_warning = findings.step_warning(), ""
+    if math.isnan(findings.excess(policy)):
         unjudged_warning = (
-            f"what rounding to {policy.name} adds to the loss cannot be judged before training: a sample of {rows} "
-            f"rows for {sum(columns)} columns, and it takes {_NEEDED_ROWS_PER_COLUMN} rows a column"
+            f"the loss that rounding to {policy.name} adds cannot be judged before training: a sample of {rows} rows "
+            f"for {sum(columns)} columns, and it takes {_NEEDED_ROWS_PER_COLUMN} rows a column"
         )
     return Verdict(
-        policy=chosen,
+        policy=candidate,
         requested=policy,
         warnings=(
             *risks[0],
             *(risks[level] if level else ()),
             *([unjudged_warning] if unjudged_warning else []),
-            *seen.advice(),
+            *findings.advice(),
             *([step_warning] if step_warning else []),
         ),
         step_warning=step_warning,
         unjudged_warning=unjudged_warning,
-        predicted_excess=seen.excess(chosen),
-        requested_excess=seen.excess(policy),
-        step_deviation=seen.deviation(chosen),
-        loss=seen.fit.loss if seen.can_judge else math.nan,
-        first_step=seen.first_step,
-        last_step=seen.last_step,
+        predicted_excess=findings.excess(candidate),
+        requested_excess=findings.excess(policy),
+        step_deviation=findings.deviation(candidate),
+        loss=findings.fit.loss if findings.can_judge else math.nan,
+        first_step=findings.first_step,
+        last_step=findings.last_step,
         rows=rows,
     )

@@ -1,4 +1,4 @@
-"""What the outer steps on a GPU are made of: compiled kernels, features rounded on the device, and the Gram product."""
+"""The parts of an outer step on a GPU: compiled kernels, features rounded on the device, and the Gram product."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,6 @@ __all__ = [
     "compile_options",
     "largest_block_rows",
     "load_kernels",
-    "packed_gram_words",
     "real_type",
     "store_rounded",
     "stored_type",
@@ -31,23 +30,23 @@ WARP = 32
 
 _FORMATS = MappingProxyType({"bf16": 1, "fp16": 2, "tf32": 3, "fp32": 4})
 _ARITHMETIC = ("margin_accumulate", "gram_accumulate", "recurrence", "link", "increment", "weights")
-# cublas_api.h, library_types.h: names would have to come from a module that does not import without a GPU.
+# From cublas_api.h and library_types.h; the module with their names cannot be imported without a GPU.
 _R_32F, _R_64F, _R_16F, _R_16BF = 0, 1, 2, 14
 _COMPUTE_32F, _COMPUTE_64F, _COMPUTE_32F_FAST_TF32 = 68, 70, 77
 _GEMM_DEFAULT = -1
 _TRANSPOSED, _AS_IS = 1, 0
 
-_STATIC_SHARED_BYTES = 48 * 1024  # what a kernel may use without asking
-_ROWS_AT_ONCE = 2**16  # when features are rounded, to bound the memory of the copy
+_STATIC_SHARED_BYTES = 48 * 1024  # the shared memory of a kernel without a special attribute
+_ROWS_AT_ONCE = 2**16  # rows rounded at a time, to bound the memory of the copy
 
 
 def real_type(policy: PrecisionPolicy) -> np.dtype[Any]:
-    """float64 if any arithmetic of the policy asks for it, else float32."""
+    """float64 if any arithmetic of the policy is FP64, else float32."""
     return np.dtype(np.float64 if any(getattr(policy, name) == "fp64" for name in _ARITHMETIC) else np.float32)
 
 
 def stored_type(policy: PrecisionPolicy) -> np.dtype[Any]:
-    """What holds the features on the device: BF16 and FP16 as bits, so no array library has to know either."""
+    """The type of the features on the device: BF16 and FP16 as bits, so no array library needs these types."""
     if real_type(policy) == np.float64:
         return np.dtype(np.float64)
     return np.dtype(np.uint16 if policy.x_storage in ("bf16", "fp16") else np.float32)
@@ -84,14 +83,8 @@ def compile_options(policy: PrecisionPolicy) -> tuple[str, ...]:
 
 
 def largest_block_rows(policy: PrecisionPolicy) -> int:
-    """The largest s b: the coefficients of a block are in the shared memory of the one CTA of the recurrence."""
+    """The largest s b: the coefficients of a block fit the shared memory of the single CTA of the recurrence."""
     return _STATIC_SHARED_BYTES // real_type(policy).itemsize - 1024 // WARP
-
-
-def packed_gram_words(rows: int, b: int) -> int:
-    """Words of the strictly lower blocks of ``rows`` rows in batches of b, the last one perhaps shorter."""
-    block = (rows - 1) // b
-    return block * (block - 1) // 2 * b * b + (rows - block * b) * block * b
 
 
 @lru_cache(maxsize=16)
@@ -104,10 +97,10 @@ def load_kernels(options: tuple[str, ...], device: int) -> Mapping[str, Any]:
 
 
 def store_rounded(features: Any, *, kernels: Mapping[str, Any], policy: PrecisionPolicy, stride: int) -> Any:
-    """The features (m, n) of the current device rounded once, (m, stride) with columns of zeros.
+    """The features (m, n) of the current device rounded once, (m, stride) with zeros in the added columns.
 
     Raises:
-        InputError: NaN, infinity, or what the format cannot hold.
+        InputError: NaN, infinity, or values past the range of the format.
     """
     cupy = import_cupy()
     m, columns = features.shape
@@ -142,7 +135,7 @@ class GramProduct:
 
     def __init__(self, cupy: Any, policy: PrecisionPolicy) -> None:
         self._cupy = cupy
-        # By this name CuPy looks for the library among pip's packages too (not so by the name of its own module).
+        # Under this name CuPy also finds the library among pip's packages; under its module name it does not.
         self._cublas = cupy.cuda.cublas
         real = real_type(policy)
         self._kind, self._result, self._compute = _R_32F, _R_32F, _COMPUTE_32F
@@ -157,8 +150,8 @@ class GramProduct:
     def run(self, block: Any, rows: int, gram: Any) -> None:
         """Fill ``gram``, rows^2 words, with Y Y^T of the first rows of ``block`` (at least rows, stride).
 
-        cuBLAS counts columns first, so Y in rows is Y^T there: op T times op N gives Y Y^T, and a symmetric result
-        has no order.
+        cuBLAS is column-major, so row-major Y is Y^T there: op T times op N gives Y Y^T, which is symmetric and has
+        the same layout in both orders.
         """
         y, n = block.data.ptr, block.shape[1]
         handle, one, zero = self._cupy.cuda.Device().cublas_handle, self._one.ctypes.data, self._zero.ctypes.data

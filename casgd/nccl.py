@@ -11,12 +11,22 @@ from typing import Any, NoReturn
 import numpy as np
 
 from precision_time.casgd.arrays import choose_gpu, import_cupy
-from precision_time.casgd.communicator import WIRE_TYPES, Communicator, Pending, check_buffer
+from precision_time.casgd.communicator import (
+    SPIN_S,
+    WIRE_TYPES,
+    Communicator,
+    Pending,
+    check_buffer,
+    check_deadline,
+    describe_loss,
+    refuse_if_lost,
+    without_delay,
+)
 from precision_time.casgd.errors import CommunicationError, InputError
+from precision_time.casgd.mpi import find_communicator
 
-__all__ = ["NcclCommunicator", "drain"]
+__all__ = ["NcclCommunicator", "drain", "sum_over_ranks"]
 
-_SPIN_S = 0.002  # a wait shorter than this is polled without giving up the core: it is the case that is timed
 _ABORT_S = 10.0  # NCCL's own abort waits for the GPU, which may never come (NVIDIA/nccl issue 549)
 _SUM = "a sum over the GPUs"
 
@@ -32,23 +42,21 @@ class _NcclSum:
 class NcclCommunicator:
     """Sums of CuPy arrays over the GPUs of a job by NCCL, one GPU a rank; written from CuPy 14.2's source, untested.
 
-    ``control`` joins the same ranks on their hosts: it carries NCCL's identifier, `gather` and `barrier`. A sum is put
-    on CuPy's current stream and returns before it is done, as kernels do; `start_sum` uses a stream of its own, so
-    that kernels started before ``wait`` overlap. At most eight sums are under way: the next call waits for the oldest.
-    Call `drain` before the host reads what the device wrote after a sum: reading waits without end. A wait of more
-    than ``deadline_s`` seconds takes NCCL down and raises CommunicationError, and the job ends with this process.
+    ``control`` joins the same ranks on their hosts, as `mpi.find_communicator` takes it: it carries NCCL's identifier,
+    `gather` and `barrier`. A sum is put on CuPy's current stream and returns before it is done, as kernels do;
+    `start_sum` uses a stream of its own, so that kernels started before ``wait`` overlap. At most eight sums are under
+    way: the next call waits for the oldest. Call `drain` before the host reads what the device wrote after a sum: the
+    read itself has no deadline. A wait of more than ``deadline_s`` seconds takes NCCL down and raises
+    CommunicationError, and the job ends with this process.
 
-    Ranks that find themselves on one GPU move to that of their local rank (`choose_gpu`). NCCL refuses two ranks on
-    one GPU (NVIDIA/nccl issue 418): use MpiCommunicator there.
+    Ranks that start on the same GPU move to the GPU of their local rank (`choose_gpu`). NCCL refuses two ranks on one
+    GPU (NVIDIA/nccl issue 418): use MpiCommunicator there.
     """
 
     _MOST_UNDER_WAY = 8
 
     def __init__(self, control: Any = "mpi", *, deadline_s: float = 120.0) -> None:
-        if not deadline_s > 0:
-            raise InputError("the deadline of a communicator must be positive", got=deadline_s, expected="seconds > 0")
-        from precision_time.casgd.comm import find_communicator  # which offers this class as well
-
+        check_deadline(deadline_s)
         self._cupy = import_cupy()
         if not self._cupy.cuda.is_available():
             raise InputError("NCCL joins GPUs, and CuPy finds none", fix="take MpiCommunicator, or see nvidia-smi")
@@ -84,11 +92,11 @@ class NcclCommunicator:
                 )
 
     def _gather_places(self) -> list[tuple[str, str]]:
-        mine = [os.uname().nodename, self._cupy.cuda.Device().pci_bus_id]
-        return [(str(host), str(gpu)) for host, gpu in self._control.gather(mine)]
+        place = [os.uname().nodename, self._cupy.cuda.Device().pci_bus_id]
+        return [(str(host), str(gpu)) for host, gpu in self._control.gather(place)]
 
     def _join(self, identifier: tuple[int, ...]) -> None:
-        # All connections now, under the deadline, and none in the first sum, which would wait for a lost rank.
+        # Connect now, under the deadline: in the first sum NCCL would wait for a lost rank without end.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         device = self._cupy.cuda.Device()
         failures: list[Exception] = []
@@ -104,7 +112,7 @@ class NcclCommunicator:
             self._lose("the start of NCCL", f"no answer for {self.deadline_s:g} s")
         if failures:
             raise CommunicationError(
-                "NCCL does not start", got=failures[0], fix="set NCCL_DEBUG=INFO and read what it says"
+                "NCCL does not start", got=failures[0], fix="set NCCL_DEBUG=INFO and read the messages of NCCL"
             ) from failures[0]
 
     def sum(self, buffer: Any) -> None:
@@ -137,31 +145,25 @@ class NcclCommunicator:
         self._wait_until(0)
 
     def _wait_until(self, under_way: int) -> None:
-        if self._lost is not None:
-            raise CommunicationError("this communicator has already lost a rank", got=self._lost.what)
+        refuse_if_lost(self._lost)
         while len(self._under_way) > under_way:
             started_s = time.monotonic()
             while not self._under_way[0][0].done:
                 waited_s = time.monotonic() - started_s
-                if waited_s <= _SPIN_S:
+                if waited_s <= SPIN_S:
                     continue
                 if waited_s > self.deadline_s:
                     self._lose(_SUM, f"no answer for {waited_s:.1f} s (deadline {self.deadline_s:g} s)")
                 try:
                     self._comm.check_async_error()
-                except Exception as error:  # a network that broke tells before the deadline
+                except Exception as error:  # NCCL reports a broken network before the deadline
                     self._lose(_SUM, f"NCCL reports: {error}")
                 time.sleep(min(waited_s / 100, 0.001))
             self._under_way.popleft()
 
-    def _lose(self, what: str, why: str) -> NoReturn:
-        self._lost = CommunicationError(
-            f"rank {self.rank} of {self.size} waited in vain in {what}",
-            got=why,
-            expected="every rank makes the same calls and is alive",
-            fix="look in the output of the other ranks for the first error; raise deadline_s if one is only slow",
-        )
-        lose = getattr(getattr(self._control, "inner", self._control), "lose", None)
+    def _lose(self, call: str, reason: str) -> NoReturn:
+        self._lost = describe_loss(self, call, reason)
+        lose = getattr(without_delay(self._control), "lose", None)
         if lose is not None:
             lose(self._lost)
         if self._comm is not None:
@@ -180,7 +182,7 @@ class NcclCommunicator:
 
 
 def _finishes(call: Callable[[], Any], seconds: float) -> bool:
-    """Whether ``call`` returns within so many seconds; its thread is left to itself if it does not."""
+    """Whether ``call`` returns within ``seconds``; if not, its thread keeps running."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -188,7 +190,18 @@ def _finishes(call: Callable[[], Any], seconds: float) -> bool:
 
 
 def drain(comm: Communicator) -> None:
-    """Return when what the host would read next waits for no other rank; CommunicationError after the deadline."""
-    inner = getattr(comm, "inner", comm)
+    """Return when the host can read device arrays without waiting for a rank; CommunicationError after the deadline."""
+    inner = without_delay(comm)
     if isinstance(inner, NcclCommunicator):
         inner.drain()
+
+
+def sum_over_ranks(buffer: np.ndarray, *, comm: Communicator) -> None:
+    """Replace ``buffer``, a host array, by its sum over the ranks; it goes through the GPU if NCCL joins them."""
+    if not isinstance(without_delay(comm), NcclCommunicator):
+        comm.sum(buffer)
+        return
+    on_device = import_cupy().asarray(buffer)
+    comm.sum(on_device)
+    drain(comm)
+    buffer[...] = on_device.get()

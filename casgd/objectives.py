@@ -1,6 +1,5 @@
 """The losses of the generalised linear models: value, first and second derivative in the margin z = x.w + intercept."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -8,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.errors import InputError
+from precision_time.casgd.errors import unknown_name
 
 __all__ = ["LOGISTIC", "OBJECTIVES", "POISSON", "POISSON_CLIP", "SQUARED", "Objective", "find_objective"]
 
@@ -22,24 +21,33 @@ Elementwise = Callable[[Any, Any], np.ndarray]
 class Objective:
     """phi(z, y), elementwise over arrays of one shape; the empirical loss is its mean over samples.
 
-    loss, derivative, second: phi, phi' and phi'' in z, in the type of z.
-    derivative_into: ``(z, y, out)`` writes phi' into ``out`` (which may be z) without temporaries or warnings caught:
-        the inner loops run it under one ``numpy.errstate``.
-    smoothness: the largest phi'', None if there is none.
+    loss, second: phi and phi'' in z, in the type of z.
+    derivative_into: ``(z, y, out)`` writes phi' into ``out`` (which may be z) without temporaries. It does not silence
+        warnings: the inner loops run it under one ``numpy.errstate``.
+    smoothness: the largest phi''; None if phi'' is unbounded.
     """
 
     name: str
     loss: Elementwise
-    derivative: Elementwise
     second: Elementwise
     derivative_into: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
     smoothness: float | None
+
+    def derivative(self, z: Any, y: Any) -> np.ndarray:
+        """phi' in z, in the type of z."""
+        z = np.asarray(z)
+        if z.dtype.kind != "f":
+            z = z.astype(np.float64)
+        out = np.empty(np.broadcast_shapes(z.shape, np.shape(y)), dtype=z.dtype)
+        with np.errstate(over="ignore"):
+            self.derivative_into(z, np.asarray(y, dtype=z.dtype), out)
+        return out
 
     def __repr__(self) -> str:
         return f"Objective({self.name!r})"
 
     def __reduce__(self) -> tuple[Callable[[str], "Objective"], tuple[str]]:
-        return find_objective, (self.name,)  # compared by identity, so a copy must be the same object
+        return find_objective, (self.name,)  # objectives are compared by identity, so a copy must be the same object
 
 
 def _logistic_loss(z: Any, y: Any) -> np.ndarray:
@@ -49,7 +57,8 @@ def _logistic_loss(z: Any, y: Any) -> np.ndarray:
 
 
 def _logistic_into(z: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
-    # -y / (1 + exp(y z)) rather than (tanh(z/2) - y) / 2: it keeps its relative accuracy for well classified rows.
+    """-y / (1 + exp(y z))."""
+    # Rather than (tanh(z/2) - y) / 2: it keeps its relative accuracy for well classified rows.
     # Where exp overflows, the quotient is the right zero.
     np.multiply(z, y, out)
     np.exp(out, out)
@@ -58,13 +67,8 @@ def _logistic_into(z: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
     np.negative(out, out)
 
 
-def _logistic_derivative(z: Any, y: Any) -> np.ndarray:
-    """-y / (1 + exp(y z))."""
-    return _out_of_place(_logistic_into, z, y)
-
-
 def _logistic_second(z: Any, y: Any) -> np.ndarray:
-    """sigmoid(z) (1 - sigmoid(z)), whatever y."""
+    """sigmoid(z) (1 - sigmoid(z)), independent of y."""
     e = np.exp(-np.abs(z))
     return np.asarray(e / np.square(1 + e))
 
@@ -75,12 +79,8 @@ def _squared_loss(z: Any, y: Any) -> np.ndarray:
 
 
 def _squared_into(z: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
-    np.subtract(z, y, out)
-
-
-def _squared_derivative(z: Any, y: Any) -> np.ndarray:
     """z - y."""
-    return np.asarray(np.subtract(z, y))
+    np.subtract(z, y, out)
 
 
 def _squared_second(z: Any, y: Any) -> np.ndarray:
@@ -89,20 +89,16 @@ def _squared_second(z: Any, y: Any) -> np.ndarray:
 
 
 def _poisson_loss(z: Any, y: Any) -> np.ndarray:
-    """exp(z) - y z; above the clip the exponential goes on as its tangent, which keeps the loss convex."""
+    """exp(z) - y z; above the clip the exponential continues as its tangent, which keeps the loss convex."""
     clipped = np.minimum(z, POISSON_CLIP)
     return np.asarray(np.exp(clipped) * (1 + (z - clipped)) - np.multiply(y, z))
 
 
 def _poisson_into(z: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+    """exp(min(z, 30)) - y."""
     np.minimum(z, POISSON_CLIP, out=out)
     np.exp(out, out)
     np.subtract(out, y, out)
-
-
-def _poisson_derivative(z: Any, y: Any) -> np.ndarray:
-    """exp(min(z, 30)) - y."""
-    return _out_of_place(_poisson_into, z, y)
 
 
 def _poisson_second(z: Any, y: Any) -> np.ndarray:
@@ -110,20 +106,9 @@ def _poisson_second(z: Any, y: Any) -> np.ndarray:
     return np.asarray(np.exp(np.minimum(z, POISSON_CLIP)))
 
 
-def _out_of_place(into: Callable[[np.ndarray, np.ndarray, np.ndarray], None], z: Any, y: Any) -> np.ndarray:
-    z = np.asarray(z)
-    if z.dtype.kind != "f":
-        z = z.astype(np.float64)
-    out = np.empty(np.broadcast_shapes(z.shape, np.shape(y)), dtype=z.dtype)
-    with np.errstate(over="ignore"):
-        into(z, np.asarray(y, dtype=z.dtype), out)
-    return out
-
-
 LOGISTIC = Objective(
     name="logistic",
     loss=_logistic_loss,
-    derivative=_logistic_derivative,
     second=_logistic_second,
     derivative_into=_logistic_into,
     smoothness=0.25,
@@ -131,7 +116,6 @@ LOGISTIC = Objective(
 SQUARED = Objective(
     name="squared",
     loss=_squared_loss,
-    derivative=_squared_derivative,
     second=_squared_second,
     derivative_into=_squared_into,
     smoothness=1.0,
@@ -139,7 +123,6 @@ SQUARED = Objective(
 POISSON = Objective(
     name="poisson",
     loss=_poisson_loss,
-    derivative=_poisson_derivative,
     second=_poisson_second,
     derivative_into=_poisson_into,
     smoothness=None,
@@ -156,10 +139,4 @@ def find_objective(name: str) -> Objective:
     """
     if name in OBJECTIVES:
         return OBJECTIVES[name]
-    close = difflib.get_close_matches(str(name), OBJECTIVES, n=1)
-    raise InputError(
-        "unknown objective",
-        got=repr(name),
-        expected=", ".join(OBJECTIVES),
-        fix=f"did you mean {close[0]!r}?" if close else None,
-    )
+    raise unknown_name("objective", name, OBJECTIVES)

@@ -9,42 +9,46 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.comm import OneProcess, check_agreement, find_communicator
+from precision_time.casgd.communicator import OneProcess, check_agreement
 from precision_time.casgd.costs import Costs, Sample, fit_costs
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.guard import choose_policy
+from precision_time.casgd.guard import OnRisk, choose_policy
+from precision_time.casgd.mpi import find_communicator
 from precision_time.casgd.precision import PrecisionPolicy
 from precision_time.casgd.probes import Probes
 from precision_time.casgd.problem import Options, Problem
 
 __all__ = ["Plan", "Sample", "plan"]
 
-#: A longer unrolling must be faster by this share: below it, plain SGD is as good and needs no memory for the Gram.
+# A larger s must be faster by this share: otherwise plain SGD is as good and needs no memory for the Gram.
 _LEAST_GAIN = 0.05
-#: Of equal choices within the noise of a probe, the smaller s is taken: its buffers are smaller.
+# Choices that differ by less than this share count as equal, and the smallest s wins: its buffers are smaller.
 _TIE = 0.01
-#: Costs that miss their own probes by more than this share, on average, choose nothing.
+# Costs that miss their own probes by more than this share, on average, are not used.
 _LARGEST_ERROR = 0.15
-#: The factor about a prediction that rests on a first look alone.
+# The factor of the interval of a prediction from a single probe.
 _FIRST_LOOK_SPREAD = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run, and how long an epoch of it will take.
+    """The chosen settings, and the predicted time of an epoch with them.
 
     s, policy: the choice, the same on every rank.
+    batch_size, steps_per_epoch: of the planned run.
     seconds_per_epoch, low_s, high_s: predicted, with the interval at ``level`` from the residuals of the fit.
-    steps_per_epoch, batch_size: what an epoch is.
     speedup: predicted, over plain SGD (s = 1).
-    best_s: the unrounded sqrt(A/C); infinite where nothing grows with s, 1 on one process.
+    best_s: the unrounded sqrt(A/C); infinite if nothing grows with s, 1 on one process.
+    alpha_s, beta_s_per_byte, gamma_s_per_flop, step_s: as in ``costs``.
     error: the mean absolute relative error of the fit on its own probes.
-    prefetch: whether the probes sent the next Gram ahead (``options.prefetch``), as a run of this plan then should.
-    reasons: sentences for people. warning: the one of them that says that the probes were no good; else empty.
+    samples: the probes.
+    prefetch: whether the probes used ``options.prefetch``, as a run of this plan should.
+    reasons: sentences for people.
+    warning: the reason, if any, that the costs do not fit the probes.
     """
 
     s: int
@@ -69,14 +73,14 @@ class Plan:
     warning: str = ""
 
     def to_dict(self) -> dict[str, object]:
-        """JSON values: the choice, the prediction, what was fitted and the samples."""
-        names = [one.name for one in dataclasses.fields(self) if one.name not in ("policy", "samples", "costs")]
+        """JSON values: the choice, the prediction, the fitted costs and the samples."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("policy", "samples", "costs")]
         content: dict[str, object] = {name: getattr(self, name) for name in names}
         content |= {
             "best_s": None if math.isinf(self.best_s) else self.best_s,
             "policy": self.policy.name,
             "reasons": list(self.reasons),
-            "samples": [one.to_dict() for one in self.samples],
+            "samples": [sample.to_dict() for sample in self.samples],
         }
         return content
 
@@ -86,7 +90,7 @@ def plan(
     options: Options,
     *,
     comm: Any = None,
-    on_risk: Literal["fallback", "warn", "raise"] | None = None,
+    on_risk: OnRisk | None = None,
     largest_s: int = 64,
     memory_bytes: int = 2**28,
     outer_steps: int = 20,
@@ -96,23 +100,23 @@ def plan(
 ) -> Plan:
     """Time about a dozen short runs, fit their costs, and choose s for ``options.batch_size``.
 
-    Every rank of ``comm`` calls it with its own columns; all of them choose alike, because they decide from the same
-    gathered seconds. ``options.s`` does not matter, and the weights of a probe are thrown away. On one process
+    Every rank of ``comm`` calls it with its own columns. All ranks make the same choice, because they decide from the
+    same gathered seconds. ``options.s`` is ignored, and the weights of the probes are discarded. On one process
     (``comm`` None or OneProcess) s is 1: there is no communication to avoid, and only plain SGD is timed. A
     DelayedCommunicator counts as a network.
 
-    on_risk: if given, ``guard.choose_policy`` is asked first, and its policy is probed and returned.
+    on_risk: if given, ``guard.choose_policy`` is called first, and its policy is probed and returned.
     largest_s, memory_bytes: limits on s; the Gram and its buffer take 2 (s b)^2 words.
-    outer_steps: of a round of a probe, which has three to ten rounds; fewer steps where the ``budget_s`` seconds of all
-        probes would not do.
-    budget_share: if given, planning may take no more than this share of what ``options.epochs`` epochs of plain SGD
-        are expected to take; where that is too little to plan, s is 1.
+    outer_steps: of one round of a probe, which has three to ten rounds; fewer if ``budget_s`` seconds for all probes
+        are not enough.
+    budget_share: if given, planning may take at most this share of the expected time of ``options.epochs`` epochs of
+        plain SGD; if that is too little to plan, s is 1.
     level: of the interval.
 
-    Probes take turns, so that a slow spell of the machine meets all of them. Where their costs do not fit, as many
-    rounds follow; where they still do not, s is 1 unless another was faster in every round.
+    Probes take turns, so that a slow spell of the machine affects all of them. If their costs do not fit, as many
+    rounds follow; if they still do not fit, s is 1 unless another s was faster in every round.
 
-    Probes run on the first rows: features that fill no cache in a probe and overflow it in an epoch gather slower
+    Probes run on the first rows: features that fit a cache in a probe and not in an epoch are gathered more slowly
     than predicted.
 
     Raises:
@@ -174,15 +178,17 @@ def _largest_block(problem: Problem, options: Options, largest_s: int, memory_by
 
 
 def _fit(samples: Sequence[Sample], word_bytes: int) -> tuple[Costs, float, list[float]]:
-    """The costs, by how much they miss the samples on average, and measured over predicted of each."""
+    """The costs, their mean absolute relative error on the samples, and measured over predicted time of each sample."""
     costs = fit_costs(samples, word_bytes=word_bytes)
     stored = samples[0].columns * samples[0].density
-    ratios = [one.step_s / costs.predict_step_s(one.s, one.batch_size, stored_columns=stored) for one in samples]
-    return costs, statistics.fmean(abs(1 / one - 1) for one in ratios), ratios
+    ratios = [
+        sample.step_s / costs.predict_step_s(sample.s, sample.batch_size, stored_columns=stored) for sample in samples
+    ]
+    return costs, statistics.fmean(abs(1 / ratio - 1) for ratio in ratios), ratios
 
 
 def _share_of_wins(sample: Sample, plain: Sample) -> float:
-    """The share of the rounds in which ``sample`` was faster than ``plain`` by as much as is worth it."""
+    """The share of the rounds in which ``sample`` was faster than ``plain`` by at least the required gain."""
     wins = [ours < theirs * (1 - _LEAST_GAIN) for ours, theirs in zip(sample.rounds_s, plain.rounds_s, strict=True)]
     return statistics.fmean(wins)
 
@@ -199,17 +205,17 @@ def _decide(
 ) -> Plan:
     b = min(options.batch_size, problem.rows)
     stored = samples[0].columns * samples[0].density
-    probed = {one.s: one for one in samples if one.batch_size == b}
+    probed = {sample.s: sample for sample in samples if sample.batch_size == b}
     reached = max(probed)
     costs, error, ratios = _fit(samples, word_bytes)
     warning = ""
-    # What a run usually takes above its fastest parts: an epoch has no fastest of many.
-    usual = statistics.median(one.usual_step_s / one.step_s for one in samples)
+    # The usual time over that of the fastest parts, because an epoch cannot pick the fastest of several rounds.
+    usual = statistics.median(sample.usual_step_s / sample.step_s for sample in samples)
     if error <= _LARGEST_ERROR:
         powers = (2**k for k in range(limit.bit_length()))
         by_s = {s: usual * costs.predict_step_s(s, b, stored_columns=stored) for s in powers if s <= reached}
     else:
-        by_s = {s: one.usual_step_s for s, one in probed.items()}
+        by_s = {s: sample.usual_step_s for s, sample in probed.items()}
         warning = (
             f"costs miss the probes by {error:.0%}, as on a busy machine, or with a library that changes its protocol "
             "with the message: s is 1 unless another was faster in every round of probes"
@@ -222,7 +228,7 @@ def _decide(
         reasons.append(f"s = {s} would save {gain:.1%} of the time, under {_LEAST_GAIN:.0%}: s = 1")
         s = 1
     if s > 1 and warning:
-        # A gain that no costs explain must show whatever else ran on the machine.
+        # A gain that the cost model does not explain must show in every round, whatever else ran on the machine.
         wins = _share_of_wins(probed[s], probed[1])
         if wins < 1:
             reasons.append(f"s = {s} was faster by {_LEAST_GAIN:.0%} in {wins:.0%} of the rounds only: s = 1")
@@ -263,10 +269,10 @@ def _decide(
 
 
 def _spread(ratios: Sequence[float], *, level: float) -> float:
-    """The factor about a prediction that holds ``level`` of new runs, from measured over predicted of the probes.
+    """The factor of the interval that holds ``level`` of new runs, from measured over predicted times of the probes.
 
-    Student's t on the logarithms. The parts share about five free numbers; a fit that leaves fewer than three degrees
-    of freedom is taken as three. The quantile is the expansion of Cornish and Fisher, within 2 % there.
+    Student's t on the logarithms. The parts have about five free numbers; fewer than three degrees of freedom count as
+    three. The quantile is the expansion of Cornish and Fisher, within 2 % there.
     """
     logs = np.log(ratios)
     freedom = max(3, len(logs) - 5)

@@ -4,7 +4,6 @@ The nine are our own derivation: the list of the paper (arXiv 2606.18463) was no
 """
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.errors import InputError
+from precision_time.casgd.errors import InputError, unknown_name
 
 __all__ = ["CHOICES", "LARGEST", "POLICIES", "ROUNDOFF", "PrecisionPolicy", "carrier", "find_policy", "round_to"]
 
-# Unit roundoff u of round-to-nearest: half the spacing above 1. The only thing a bound knows of a machine.
+# Unit roundoff u of round-to-nearest: half the spacing above 1. Bounds depend on a machine through u only.
 ROUNDOFF: Mapping[str, float] = MappingProxyType(
     {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 )
@@ -44,7 +43,7 @@ CHOICES = (
     "weights",
 )
 
-# What rounds after every operation; these the back ends do in FP32 or FP64, the emulator in any format.
+# The choices that round after every operation: in FP32 or FP64 in the back ends, in any format in the emulator.
 _ARITHMETIC = ("margin_accumulate", "gram_accumulate", "recurrence", "link", "increment")
 
 
@@ -52,18 +51,18 @@ _ARITHMETIC = ("margin_accumulate", "gram_accumulate", "recurrence", "link", "in
 class PrecisionPolicy:
     """The formats of one run, each a key of :data:`ROUNDOFF`.
 
-    x_storage: the features as stored; also what enters the Gram product.
+    x_storage: the stored features, which also enter the Gram product.
     margin_accumulate: the sums of Y w.
-    margin_storage: the local margins, and what is communicated (on FP32 or FP64 wires).
+    margin_storage: the local margins, and their sums over the ranks (on FP32 or FP64 wires).
     gram_accumulate: the sums of Y Y^T.
-    gram_storage: the local Gram blocks, and what is communicated.
+    gram_storage: the local Gram blocks, and their sums over the ranks.
     recurrence: the s dependent margins of an outer step.
     link: the derivative of the loss.
     increment: the sums of Y^T c.
     weights: the weights and their update.
 
     Raises:
-        InputError: a format that is not known.
+        InputError: an unknown format.
     """
 
     name: str
@@ -116,8 +115,8 @@ def _uniform(name: str, fmt: str) -> PrecisionPolicy:
 _FP32 = _uniform("fp32", "fp32")
 _RECIPE = _FP32.replace(name="recipe", x_storage="bf16")
 
-# `recipe` keeps the margin in FP32: sb words of the traffic, and the largest avoidable error. `paper` is the recipe C
-# that summaries of arXiv 2606.18463 describe; its margin format is our reading.
+# `recipe` has margins in FP32: they are only s b words of the traffic, and their rounding is the largest avoidable
+# error. `paper` is the recipe C that summaries of arXiv 2606.18463 describe; its margin format is our reading.
 POLICIES: Mapping[str, PrecisionPolicy] = MappingProxyType(
     {
         policy.name: policy
@@ -133,23 +132,17 @@ POLICIES: Mapping[str, PrecisionPolicy] = MappingProxyType(
 )
 
 
-def find_policy(given: str | PrecisionPolicy) -> PrecisionPolicy:
+def find_policy(policy: str | PrecisionPolicy) -> PrecisionPolicy:
     """The policy of that name, or the policy itself.
 
     Raises:
         InputError: a name that is not in :data:`POLICIES`.
     """
-    if isinstance(given, PrecisionPolicy):
-        return given
-    if isinstance(given, str) and given in POLICIES:
-        return POLICIES[given]
-    close = difflib.get_close_matches(str(given), POLICIES, n=1)
-    raise InputError(
-        "unknown precision policy",
-        got=repr(given),
-        expected=", ".join(POLICIES),
-        fix=f"did you mean {close[0]!r}?" if close else None,
-    )
+    if isinstance(policy, PrecisionPolicy):
+        return policy
+    if isinstance(policy, str) and policy in POLICIES:
+        return POLICIES[policy]
+    raise unknown_name("precision policy", policy, POLICIES)
 
 
 def carrier(fmt: str) -> np.dtype[Any]:
@@ -160,8 +153,8 @@ def carrier(fmt: str) -> np.dtype[Any]:
 def round_to(values: Any, fmt: str) -> np.ndarray:
     """``values`` rounded once to ``fmt``, to nearest, ties to even, in an array of :func:`carrier` type.
 
-    A float64 input goes to FP16, BF16 and TF32 in one rounding, not through float32. Values past the largest of the
-    format become infinite; a caller that cannot have that checks.
+    A float64 input is rounded to FP16, BF16 and TF32 once, not through float32. Values past the largest number of the
+    format become infinite, which the caller must check.
 
     Raises:
         InputError: an unknown format.
@@ -184,8 +177,8 @@ def round_to(values: Any, fmt: str) -> np.ndarray:
 def _keep_bits(array: np.ndarray, bits: int) -> np.ndarray:
     """Round to ``bits`` significant bits with the exponent range of float32.
 
-    Done on the integers behind the floats, as hardware does: add half of what is cut, less one when the kept part is
-    even, then cut. Below the normal range of float32 the spacing is that of the format's subnormals.
+    Works on the bits as integers, as hardware does: add half of the last place, less one if that place is even, then
+    cut. Below the normal range of float32 the spacing is that of the format's subnormals.
     """
     if array.dtype == np.float64:
         array = _to_odd_float32(array)

@@ -1,4 +1,4 @@
-"""What is solved, how, and what came out: the three values that the solvers take and give."""
+"""The values that the solver takes and gives: problem, options with their step sizes, start, and solution."""
 
 import math
 from collections.abc import Mapping
@@ -10,12 +10,13 @@ import numpy as np
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.objectives import Objective
 from precision_time.casgd.precision import PrecisionPolicy, find_policy
-from precision_time.casgd.schedules import Schedule
 
-__all__ = ["PARTS", "Options", "Problem", "Solution", "batch_order"]
+__all__ = ["PARTS", "Options", "Problem", "Schedule", "Solution", "Start", "batch_order"]
 
-# The parts of a step whose seconds a Solution tells apart.
+#: The parts of a step; a Solution has the seconds of each.
 PARTS = ("gather", "gram", "communicate", "recurrence", "update")
+
+_SCHEDULES = ("constant", "invscaling", "optimal")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,10 +28,10 @@ class Problem:
     objective: phi.
     l2: the penalty on the weights; the intercept w0 is never penalised.
     sample_weight: a, (m,), the same on every rank; None is all ones.
-    fit_intercept: without it w0 stays where it starts.
+    fit_intercept: if false, w0 keeps its start value.
 
     Raises:
-        InputError: shapes that do not fit, labels outside the objective, numbers out of range.
+        InputError: shapes that do not fit, labels that the objective does not have, numbers out of range.
     """
 
     features: Any
@@ -76,22 +77,73 @@ class Problem:
         return int(self.features.shape[1])
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """Step sizes eta_t for t = 1, 2, ...; a step is one batch (in scikit-learn one sample).
+
+    ========== ================================
+    kind        eta_t
+    ========== ================================
+    constant    eta0
+    invscaling  eta0 / t^power_t
+    optimal     1 / (alpha (t0 + t - 1))
+    ========== ================================
+
+    ``t0=None`` is 1 / (alpha eta0): the first step is then eta0. scikit-learn chooses t0 by a heuristic of Bottou
+    instead (first step 1/sqrt(sqrt(alpha)) at most), and ignores eta0.
+
+    Raises:
+        InputError: an unknown kind, or a number out of range.
+    """
+
+    kind: str = "constant"
+    eta0: float = 0.01
+    power_t: float = 0.5
+    alpha: float = 1e-4
+    t0: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _SCHEDULES:
+            raise InputError("unknown schedule", got=repr(self.kind), expected=", ".join(_SCHEDULES))
+        if not (math.isfinite(self.eta0) and self.eta0 > 0):
+            raise InputError("eta0 of a schedule", got=self.eta0, expected="a finite number above 0")
+        if not math.isfinite(self.power_t):
+            raise InputError("power_t of a schedule", got=self.power_t, expected="a finite number")
+        if self.kind == "optimal":
+            if not (math.isfinite(self.alpha) and self.alpha > 0):
+                raise InputError("alpha of schedule 'optimal'", got=self.alpha, expected="a finite number above 0")
+            if self.t0 is not None and not (math.isfinite(self.t0) and self.t0 > 0):
+                raise InputError("t0 of schedule 'optimal'", got=self.t0, expected="a finite number above 0")
+
+    def rates(self, t_first: int, count: int) -> np.ndarray:
+        """eta_t for t = t_first .. t_first + count - 1, float64 of shape (count,); t counts from 1."""
+        if t_first < 1:
+            raise InputError("first step of a schedule", got=t_first, expected="at least 1")
+        if self.kind == "constant":
+            return np.full(count, self.eta0)
+        t = np.arange(t_first, t_first + count, dtype=np.float64)
+        if self.kind == "invscaling":
+            return np.asarray(self.eta0 / t**self.power_t)
+        start = 1 / (self.alpha * self.eta0) if self.t0 is None else self.t0
+        return np.asarray(1 / (self.alpha * (start + t - 1)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How to solve.
 
     s: steps between two communications; 1 is plain SGD. It changes the time, not the iterates (in exact arithmetic).
-    batch_size: rows of a step; above the number of rows, every step takes them all.
+    batch_size: rows of a step; above the number of rows, every step takes all rows.
     epochs: passes over the rows.
     schedule: step sizes.
     order: ``shuffled`` anew in each epoch, or ``cyclic``.
-    seed: of the shuffling, the same on every rank.
+    seed: seed of the shuffling, the same on every rank.
     policy: the precision choices, or the name of a policy.
     tol: stop when the loss of an epoch has not fallen by ``tol`` below the best for ``n_iter_no_change`` epochs;
-        None runs them all. The loss is that of the margins as the steps saw them: no data pass. Rank 0 decides.
-    earlier_losses: of the epochs of an earlier part of the run, which count for ``tol``.
-    prefetch: communicate the Gram blocks of the next outer step during this one's recurrence (two messages in place
-        of one, the large one hidden where the communicator is non-blocking).
+        None runs all epochs. The loss uses the margins of the steps, without a pass over the data. Rank 0 decides.
+    earlier_losses: losses of the epochs of an earlier part of the run, which count for ``tol``.
+    prefetch: send the Gram blocks of the next outer step during the recurrence of this one: two messages instead of
+        one, the large one hidden if the communicator is non-blocking.
 
     Raises:
         InputError: a number out of range, an unknown order.
@@ -125,17 +177,32 @@ class Options:
         object.__setattr__(self, "policy", find_policy(self.policy))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts.
+
+    weights: (n_local,), of this rank's columns; None is zero.
+    intercept: w0.
+    steps, epochs: done before, for the schedule and the shuffling.
+    """
+
+    weights: np.ndarray | None = None
+    intercept: float = 0.0
+    steps: int = 0
+    epochs: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solution:
-    """What a solver found.
+    """The result of a run.
 
-    weights: (n_local,), this rank's columns, in the type that holds ``policy.weights``.
+    weights: (n_local,), of this rank's columns, in the type that holds ``policy.weights``.
     intercept: w0, the same on every rank.
-    epochs, steps: done in this call.
-    loss_curve: per epoch, the weighted mean of phi over the margins as the steps saw them, without the penalty.
-    reductions: sums over ranks that this call asked for.
-    seconds: of this rank by part (:data:`PARTS`).
-    converged: stopped by ``tol``.
+    epochs, steps: done in this run.
+    loss_curve: for each epoch, the weighted mean of phi over the margins of its steps, without the penalty.
+    reductions: sums over the ranks in this run.
+    seconds: of this rank, by part (:data:`PARTS`).
+    converged: whether ``tol`` ended the run.
     """
 
     weights: np.ndarray
@@ -150,9 +217,9 @@ class Solution:
 
 
 def batch_order(m: int, batch_size: int, epoch: int, *, order: str, seed: int) -> np.ndarray:
-    """The rows of one epoch in the order in which the steps take them, (m,): batch t is [t b, (t + 1) b).
+    """The rows of one epoch in the order of the steps, (m,): batch t is [t b, (t + 1) b).
 
-    It depends neither on s nor on the number of ranks, nor (so far) on the batch size.
+    The order does not depend on s, on the number of ranks or on the batch size.
 
     Raises:
         InputError: an unknown order.

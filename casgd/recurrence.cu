@@ -1,12 +1,12 @@
 // The kernels of an outer step of CA-SGD on a GPU; gpu.py launches them, five launches with its GEMM.
 //
-// Set by the compiler: REAL (float or double: arithmetic, Gram, margins, weights); STORED (0 bfloat16, 1 float16,
-// 2 float32, 3 float64: the type of the features) and, as formats 0 that of the type, 1 bfloat16, 2 float16, 3 TF32,
-// 4 float32: ROUND_FEATURES, ROUND_GRAM and ROUND_MARGIN, what a policy rounds these to. Gram and margins travel as
+// Macros: REAL is the type of arithmetic, Gram, margins and weights (float or double). STORED is the type of the
+// features: 0 bfloat16, 1 float16, 2 float32, 3 float64. ROUND_FEATURES, ROUND_GRAM and ROUND_MARGIN are the formats that
+// a policy rounds these to: 0 that of the type, 1 bfloat16, 2 float16, 3 TF32, 4 float32. Gram and margins travel as
 // REAL. No header is included, so NVRTC needs no path.
 //
 // The packed buffer holds the strictly lower Gram blocks, block row after block row: row r of block j = r / b has the
-// j*b words that start at b*b*j*(j-1)/2 + (r - j*b)*j*b. The rows' margins follow at `words`.
+// j*b words that start at b*b*j*(j-1)/2 + (r - j*b)*j*b. The margins of the rows follow at `words`.
 
 #ifndef REAL
 #define REAL float
@@ -105,7 +105,8 @@ __device__ __forceinline__ REAL sum_warp(REAL value) {
     return value;  // in lane 0
 }
 
-// The sum over a block, in every thread; `partial` has a word a warp. A fixed order, so equal runs give equal bits.
+// The sum over a block, in every thread; `partial` has a word for each warp. The order is fixed, so equal runs give
+// equal bits.
 __device__ __forceinline__ REAL sum_block(REAL value, REAL* partial) {
     value = sum_warp(value);
     if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = value;
@@ -117,7 +118,7 @@ __device__ __forceinline__ REAL sum_block(REAL value, REAL* partial) {
 }
 
 // Objectives: 0 logistic, y in {-1, +1}; 1 squared; 2 Poisson with log link, whose exponential is clipped at z = 30
-// and goes on as its tangent in the loss (objectives.py has the same).
+// and continues as its tangent in the loss (as in objectives.py).
 #define LARGEST_LOG_MEAN static_cast<REAL>(30)
 
 __device__ __forceinline__ REAL derivative(int objective, REAL z, REAL y) {
@@ -147,8 +148,8 @@ __device__ __forceinline__ void store(const T* source, long long rows, int colum
 
 extern "C" {
 
-// Features (rows, columns) rounded once to their storage format, a row padded with zeros to `stride` columns. A thread
-// an element.
+// Features (rows, columns) rounded once to their storage format, each row padded with zeros to `stride` columns. One
+// thread for each element.
 __global__ void store_float32(const float* source, long long rows, int columns, int stride, stored* target) {
     store(source, rows, columns, stride, target);
 }
@@ -156,7 +157,7 @@ __global__ void store_float64(const double* source, long long rows, int columns,
     store(source, rows, columns, stride, target);
 }
 
-// target[r] = features[order[r]], in pieces of 16 bytes: `stride` is a multiple of 8 elements. A CTA a row.
+// target[r] = features[order[r]], in pieces of 16 bytes: `stride` is a multiple of 8 elements. One CTA for each row.
 __global__ void gather_rows(const stored* features, const int* order, int stride, stored* target) {
     const int pieces = stride * static_cast<int>(sizeof(stored)) / 16;
     const long long from = static_cast<long long>(order[blockIdx.x]) * stride;
@@ -165,10 +166,10 @@ __global__ void gather_rows(const stored* features, const int* order, int stride
     for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) row[piece] = source[piece];
 }
 
-// Margin v_r = x_r . w of each row, and the row's strictly lower Gram blocks beside it. A CTA a row.
+// The margin v_r = x_r . w of each row, and its strictly lower Gram blocks. One CTA for each row.
 //
 // `order` names the rows of `features`. gram (rows x rows) may be null with one block (b >= rows).
-// The ranks' parts are added by the AllReduce that follows, so what is rounded here is a part.
+// The AllReduce that follows adds the parts of the ranks, so a part is rounded here.
 __global__ void margins(const stored* features, const int* order, const REAL* weights, int stride, const REAL* gram,
                         int b, long long words, REAL* packed) {
     REAL* partial = reinterpret_cast<REAL*>(workspace);
@@ -210,7 +211,7 @@ __global__ void recurrence(const REAL* packed, long long words, int rows, int b,
         for (int row = first + warp; row < last; row += warps) {
             const REAL* gram = lower + static_cast<long long>(row - first) * first;
             REAL dot = 0;
-            // What a policy stores in few bits is rounded after the sum over ranks too, as the NumPy back end does.
+            // Gram and margins are rounded after the sum over the ranks too, as the NumPy back end does.
             for (int i = lane; i < first; i += WARP) dot += round_stored<ROUND_GRAM>(gram[i]) * c[i];
             dot = sum_warp(dot);
             if (lane == 0) {
@@ -256,17 +257,6 @@ __global__ void increment(const stored* features, const int* order, const REAL* 
     if (threadIdx.y != 0 || column >= stride) return;
     for (int strip = 1; strip < static_cast<int>(blockDim.y); ++strip) sum += partial[strip * WARP + threadIdx.x];
     weights[column] = static_cast<REAL>(state[1]) * weights[column] - sum;
-}
-
-// Nothing, for about `nanoseconds`: what a slower network would add to a sum. One thread; used by checks only.
-__global__ void wait_ns(unsigned long long nanoseconds) {
-#ifdef __CUDA_ARCH__
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    } while (now - start < nanoseconds);
-#endif
 }
 
 }  // extern "C"

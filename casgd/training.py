@@ -1,48 +1,41 @@
 """From data and a few numbers to a trained model: the start, the step sizes, s, and the run."""
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from precision_time.casgd.arrays import import_cupy, library_of, move_to_gpu
+from precision_time.casgd.arrays import import_cupy, library_of, move_to_gpu, to_host
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import NcclCommunicator, drain
 from precision_time.casgd.communicator import Communicator, OneProcess
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.nccl import sum_over_ranks
 from precision_time.casgd.objectives import Objective
-from precision_time.casgd.problem import Options, Problem, Solution
-from precision_time.casgd.schedules import Schedule
-
-if TYPE_CHECKING:
-    from precision_time.casgd.plan import Plan
+from precision_time.casgd.plan import Plan, plan
+from precision_time.casgd.problem import Options, Problem, Schedule, Solution, Start
 
 __all__ = [
-    "DECAY_EPOCHS",
-    "Start",
     "best_constant",
     "choose_s",
     "expected_smoothness",
     "make_schedule",
     "null_deviance",
     "place_features",
-    "sum_over_ranks",
     "train",
 ]
 
-#: With learning_rate "optimal" the step has halved after so many epochs, and falls as 1/t from there.
-DECAY_EPOCHS = 10
+# With learning_rate "optimal" the step has halved after so many epochs, and falls as 1/t from there.
+_DECAY_EPOCHS = 10
 
 # Rows of the sample from which the largest eigenvalue of the second moments is estimated.
 _SAMPLED_ROWS = 256
 
-# s = "auto" is meant to cost at most this share where plain SGD is the best choice.
+# s = "auto" may take at most this share of the time of plain SGD.
 _PLANNING_SHARE = 0.05
 
 
 def place_features(features: Any, *, device: str) -> Any:
-    """``features`` where ``device`` says: 'cpu' and 'cuda' move them, 'auto' leaves them where they are.
+    """``features`` on ``device``: 'cpu' and 'cuda' move them, 'auto' leaves them in place.
 
     Raises:
         InputError: another device, no CuPy, or a sparse matrix for a GPU.
@@ -67,8 +60,8 @@ def expected_smoothness(problem: Problem, *, batch_size: int, comm: Communicator
     L(b) = (m (b - 1) / (b (m - 1))) lambda_max + ((m - b) / (b (m - 1))) max_i h_i |x_i|^2, with lambda_max that of
     (1/m) sum_i h_i x_i x_i^T: the b-nice sampling of Gower et al., "SGD: general analysis and improved rates" (2019),
     with an intercept as one more column of ones, and the penalty added. h_i is the sample weight times the largest
-    phi''; for Poisson, which has none, times max(y_i, mean y), which is phi'' about a fitted model. lambda_max comes
-    from 256 rows, so it errs upwards where the columns are many.
+    phi''; for Poisson, whose phi'' is unbounded, times max(y_i, mean y), phi'' near a fitted model. lambda_max is
+    estimated from 256 rows, so it is too large if there are many columns.
 
     One sum of m + 256^2 words over the ranks.
     """
@@ -94,23 +87,12 @@ def expected_smoothness(problem: Problem, *, batch_size: int, comm: Communicator
             got=f"a squared row norm of {longest:g}",
             fix="standardise the features first (sklearn.preprocessing.StandardScaler)",
         )
-    # The sample of a few rows may miss the long ones, so the mean of the norms is the least that is believed.
+    # The eigenvalue of a small sample may be too large; the true one is at most the largest norm.
     largest = min(max(float(np.linalg.eigvalsh(gram)[-1]), 0.0), longest)
     b = min(batch_size, m)
     if m == 1:
         return longest + problem.l2
     return (m * (b - 1) * largest + (m - b) * longest) / (b * (m - 1)) + problem.l2
-
-
-def sum_over_ranks(buffer: np.ndarray, *, comm: Communicator) -> None:
-    """Replace ``buffer``, a host array, by its sum over the ranks; by way of the GPU where NCCL joins them."""
-    if not isinstance(getattr(comm, "inner", comm), NcclCommunicator):
-        comm.sum(buffer)
-        return
-    on_device = import_cupy().asarray(buffer)
-    comm.sum(on_device)
-    drain(comm)
-    buffer[...] = on_device.get()
 
 
 def _square_norms(features: Any) -> np.ndarray:
@@ -121,7 +103,7 @@ def _square_norms(features: Any) -> np.ndarray:
     with np.errstate(over="ignore"):
         for start in range(0, features.shape[0], 4096):
             part = features[start : start + 4096].astype(np.float64)
-            parts.append(_to_host((part * part).sum(axis=1)))
+            parts.append(to_host((part * part).sum(axis=1)))
     return np.concatenate(parts)
 
 
@@ -132,11 +114,7 @@ def _gram(features: Any, rows: np.ndarray) -> np.ndarray:
     block = features[rows].astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         product = block @ block.T
-    return _to_host(product.toarray() if library_of(features) == "scipy" else product)
-
-
-def _to_host(values: Any) -> np.ndarray:
-    return np.asarray(values.get() if hasattr(values, "get") else values)
+    return np.asarray(to_host(product.toarray() if library_of(features) == "scipy" else product))
 
 
 def _mean(values: np.ndarray, weights: Any) -> float:
@@ -144,10 +122,10 @@ def _mean(values: np.ndarray, weights: Any) -> float:
 
 
 def best_constant(objective: Objective, targets: np.ndarray, weights: Any = None) -> float:
-    """The intercept of the model without features, where training starts.
+    """The intercept of the best model without features, where training starts.
 
-    Half an observation of the other kind is added to labels of one class and to counts that are all zero, whose best
-    constant is infinite.
+    Half an observation of the other kind is added to labels of one class and to counts that are all zero, because
+    their best constant is infinite.
     """
     total = float(targets.size if weights is None else np.sum(weights))
     if objective.name == "squared":
@@ -159,7 +137,7 @@ def best_constant(objective: Objective, targets: np.ndarray, weights: Any = None
 
 
 def null_deviance(objective: Objective, targets: np.ndarray, weights: Any = None) -> float:
-    """What there is to explain: the mean loss of the best constant model less that of a perfect fit.
+    """The explainable loss: the mean loss of the best constant model less that of a perfect fit.
 
     Half the variance of the targets for the squared loss, the entropy of the labels for the logistic one, half the
     mean null deviance for Poisson.
@@ -174,42 +152,30 @@ def null_deviance(objective: Objective, targets: np.ndarray, weights: Any = None
 
 
 def make_schedule(kind: str, *, eta0: float, power_t: float, steps_per_epoch: int) -> Schedule:
-    """The steps of a run; 'optimal' is eta0 / (1 + (t - 1) / T) with T the steps of :data:`DECAY_EPOCHS` epochs.
+    """The step sizes of a run; 'optimal' is eta0 / (1 + (t - 1) / T) with T the steps of ten epochs.
 
-    scikit-learn's 'optimal' falls as 1 / (alpha t), which for the usual small alpha is constant through any run that
-    is short against 1 / (alpha eta0) steps; mixed precision needs steps that do fall (see guard.py).
+    scikit-learn's 'optimal' falls as 1 / (alpha t), which for the usual small alpha is nearly constant in a run of far
+    fewer than 1 / (alpha eta0) steps; mixed precision needs steps that fall (see guard.py).
     """
-    horizon = float(DECAY_EPOCHS * max(steps_per_epoch, 1))
+    horizon = float(_DECAY_EPOCHS * max(steps_per_epoch, 1))
     return Schedule(kind=kind, eta0=eta0, power_t=power_t, alpha=1 / (eta0 * horizon), t0=horizon)
 
 
-def choose_s(problem: Problem, options: Options, *, s: int | str, comm: Communicator) -> tuple[int, "Plan | None"]:
-    """The steps between two communications: as asked, or the planner's; 1 on one process without asking it.
+def choose_s(problem: Problem, options: Options, *, s: int | str, comm: Communicator) -> tuple[int, Plan | None]:
+    """The steps between two communications, and the plan, if the planner chose them; 1 on one process without a plan.
 
-    The planner may take a twentieth of what ``options.epochs`` epochs are expected to take.
+    The planner may take a twentieth of the expected time of ``options.epochs`` epochs.
     """
     if s != "auto":
         return int(s), None
     if isinstance(comm, OneProcess):
         return 1, None
-    from precision_time.casgd.plan import plan
-
-    made = plan(problem, options, comm=comm, budget_share=_PLANNING_SHARE)
-    return made.s, made
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Where a run starts: weights of this rank's columns (None is zero), intercept, steps and epochs already done."""
-
-    weights: np.ndarray | None = None
-    intercept: float = 0.0
-    steps: int = 0
-    epochs: int = 0
+    planned = plan(problem, options, comm=comm, budget_share=_PLANNING_SHARE)
+    return planned.s, planned
 
 
 def train(problem: Problem, options: Options, *, comm: Communicator, start: Start) -> Solution:
-    """One run of the solver from ``start``, whose result is finite.
+    """One run of the solver from ``start``, with a check that the result is finite.
 
     Raises:
         InputError: on every rank, when a weight or the loss is not finite on one of them.
@@ -218,12 +184,9 @@ def train(problem: Problem, options: Options, *, comm: Communicator, start: Star
         problem,
         options,
         comm=comm,
-        weights=start.weights,
-        intercept=start.intercept,
-        first_step=start.steps,
-        first_epoch=start.epochs,
+        start=start,
     )
-    finite = bool(np.isfinite(_to_host(solution.weights)).all()) and math.isfinite(solution.intercept)
+    finite = bool(np.isfinite(solution.weights).all()) and math.isfinite(solution.intercept)
     if not all(comm.gather(finite)):
         raise InputError(
             "training diverged: a weight is not finite",

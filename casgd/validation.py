@@ -1,21 +1,19 @@
-"""Checks of what estimators and commands are given, and which columns a rank owns."""
+"""Checks of the input of estimators and commands, and the columns that each rank owns."""
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from precision_time.casgd.arrays import to_host
 from precision_time.casgd.column_cache import split_columns
-from precision_time.casgd.communicator import Communicator
-from precision_time.casgd.errors import CasgdError, InputError
+from precision_time.casgd.errors import InputError
 from precision_time.casgd.precision import LARGEST, PrecisionPolicy
 
 __all__ = [
-    "TAKEN_TYPES",
     "DtypeError",
-    "agree",
     "check_counts",
     "check_dtype",
     "check_finite",
@@ -28,17 +26,15 @@ __all__ = [
     "signed_labels",
 ]
 
-T = TypeVar("T")
-
-#: The element types of features and targets; check_dtype refuses others before anything looks at the values.
-TAKEN_TYPES = ("float64", "float32", "float16", "integers", "booleans")
+# The element types of features and targets; check_dtype refuses others before the values are read.
+_ACCEPTED_TYPES = ("float64", "float32", "float16", "integers", "booleans")
 
 # As ml_dtypes, PyTorch and JAX name them.
 _NARROW = re.compile(r"bfloat\d+|float[468](_\w+)?|u?int[124]")
 
 
 class DtypeError(InputError, TypeError):
-    """An array of an element type that is not taken, found before any exchange with its library."""
+    """An array has an element type that is not accepted; raised before any exchange with its library."""
 
     code = "E-DTYPE"
 
@@ -46,12 +42,12 @@ class DtypeError(InputError, TypeError):
 def check_dtype(values: Any, *, name: str) -> None:
     """Refuse bfloat16 and other types that NumPy does not know, by the name of the type alone.
 
-    ``values`` may be an array of any library, or anything without ``dtype`` (a list), which passes. Nothing is
-    converted or exchanged: an import of such a tensor has been seen to end a process (cupy/cupy issue 8801). Complex
-    numbers and text are left to scikit-learn's own messages.
+    ``values`` may be an array of any library; values without ``dtype`` (a list) pass. Nothing is converted or
+    exchanged, because the import of such a tensor can crash the process (cupy/cupy issue 8801). Complex numbers and
+    text are left to scikit-learn's own checks.
 
     Raises:
-        DtypeError: the element type is none of :data:`TAKEN_TYPES`.
+        DtypeError: the element type is none of float64, float32, float16, integers and booleans.
     """
     dtype = getattr(values, "dtype", None)
     if dtype is None:
@@ -60,23 +56,23 @@ def check_dtype(values: Any, *, name: str) -> None:
     if not _NARROW.fullmatch(text) and not (isinstance(dtype, np.dtype) and dtype.kind == "V"):
         return
     raise DtypeError(
-        f"{name} has an element type that is not taken",
+        f"{name} has an element type that is not accepted",
         got=text,
-        expected=", ".join(TAKEN_TYPES),
+        expected=", ".join(_ACCEPTED_TYPES),
         fix=f"pass {name} as float32: the policies 'recipe' and 'paper' round it to bfloat16 once, after the checks",
     )
 
 
 def check_finite(values: Any, *, name: str) -> None:
-    """Refuse NaN and infinity, and say where the first is.
+    """Refuse NaN and infinity, and name the place of the first.
 
     ``values``: an ndarray of one or two axes, a SciPy sparse matrix (its stored values) or a CuPy array.
 
     Raises:
-        InputError: with the number of rows that hold one.
+        InputError: names the number of such rows.
     """
     data = values.tocsr().data if hasattr(values, "tocsr") else values
-    # A finite sum has no NaN or infinity behind it: one cheap pass in the usual case.
+    # A finite sum has only finite terms, so the usual case takes one cheap pass.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(float(data.sum())):
             return
@@ -86,7 +82,7 @@ def check_finite(values: Any, *, name: str) -> None:
         rows = np.searchsorted(matrix.indptr, bad, side="right") - 1
         columns, wrong = matrix.indices[bad], matrix.data[bad]
     else:
-        host = values.get() if hasattr(values, "get") else np.asarray(values)
+        host = np.asarray(to_host(values))
         places = np.nonzero(~np.isfinite(host))
         rows, columns, wrong = places[0], places[-1], host[places]
     if not len(rows):
@@ -104,23 +100,23 @@ def check_fits_format(features: Any, policy: PrecisionPolicy) -> None:
     """Refuse features that the policy's storage format would turn into infinity.
 
     Raises:
-        InputError: naming the largest value and the format's.
+        InputError: names the largest value and the largest number of the format.
     """
     data = features.data if hasattr(features, "tocsr") else features
     largest = LARGEST[policy.x_storage]
     if 0 in data.shape or largest >= np.finfo(data.dtype).max:
         return
-    found = max(float(data.max()), -float(data.min()))
-    if found > largest:
+    largest_value = max(float(data.max()), -float(data.min()))
+    if largest_value > largest:
         raise InputError(
             f"policy {policy.name!r} stores the features in {policy.x_storage}, which ends at {largest:g}",
-            got=f"{found:g}",
+            got=f"{largest_value:g}",
             fix="standardise the features, or choose precision='fp32'",
         )
 
 
 def check_counts(targets: np.ndarray) -> None:
-    """Refuse targets that the Poisson loss has no meaning for.
+    """Refuse negative targets of a Poisson model.
 
     Raises:
         InputError: a negative target.
@@ -128,7 +124,7 @@ def check_counts(targets: np.ndarray) -> None:
     bad = np.flatnonzero(targets < 0)
     if bad.size:
         raise InputError(
-            "a Poisson model counts, and a target is negative",
+            "a target of a Poisson model is negative",
             got=f"{targets[bad[0]]:g} in row {bad[0]}; {bad.size} row(s) in all",
             expected="targets of 0 and above",
             fix="fit CASGDRegressor, or shift the targets",
@@ -147,10 +143,10 @@ def check_whole(value: Any, *, name: str, least: int) -> int:
 
 
 def check_parameters(values: Mapping[str, Any], *, rates: Sequence[str]) -> None:
-    """Refuse the parameters of an estimator that cannot be; ``rates`` are the values of ``learning_rate``.
+    """Refuse invalid parameters of an estimator; ``rates`` are the values of ``learning_rate``.
 
     Raises:
-        InputError: naming the parameter.
+        InputError: names the parameter.
     """
     for name in ("max_iter", "n_iter_no_change", "batch_size"):
         check_whole(values[name], name=name, least=1)
@@ -174,9 +170,9 @@ def check_parameters(values: Mapping[str, Any], *, rates: Sequence[str]) -> None
 
 
 def check_gpu_arrays(features: Any, targets: Any = None, *, columns: int | None) -> np.ndarray | None:
-    """``targets``, if given, on the host; scikit-learn's own checks would look into an array on a GPU.
+    """Check arrays on a GPU, which scikit-learn's own checks cannot read; returns ``targets``, if given, on the host.
 
-    columns: how many the features must have; None is any number.
+    columns: the required number of columns of the features; None is any number.
 
     Raises:
         InputError: another type or shape, or values that are not finite.
@@ -189,7 +185,7 @@ def check_gpu_arrays(features: Any, targets: Any = None, *, columns: int | None)
     check_finite(features, name="Input X")
     if targets is None:
         return None
-    y = np.asarray(targets.get() if hasattr(targets, "get") else targets)
+    y = np.asarray(to_host(targets))
     if y.shape != features.shape[:1]:
         raise InputError("y does not fit X", got=f"shape {y.shape}", expected=str(features.shape[:1]))
     if y.dtype.kind == "f":
@@ -197,14 +193,14 @@ def check_gpu_arrays(features: Any, targets: Any = None, *, columns: int | None)
     return y
 
 
-def read_weights(given: Any, *, rows: int) -> np.ndarray:
-    """Sample weights as (rows,) float64; one number counts for every row.
+def read_weights(sample_weight: Any, *, rows: int) -> np.ndarray:
+    """Sample weights as (rows,) float64; a single number is the weight of every row.
 
     Raises:
         InputError: another shape, or weights that are negative, not finite or all zero.
     """
-    check_dtype(given, name="sample_weight")
-    weights = np.asarray(given, dtype=np.float64)
+    check_dtype(sample_weight, name="sample_weight")
+    weights = np.asarray(sample_weight, dtype=np.float64)
     if weights.ndim == 0:
         weights = np.full(rows, weights)
     if weights.shape != (rows,):
@@ -223,9 +219,10 @@ def signed_labels(targets: np.ndarray, positive: Any) -> np.ndarray:
 
 
 def share_columns(features: Any, size: int) -> list[tuple[int, int]]:
-    """The columns of ``features`` (m, n) that each of ``size`` ranks owns, first and past the last.
+    """The columns of ``features`` (m, n) that each of ``size`` ranks owns, as half-open ranges.
 
-    Dense columns are shared out by number, those of a sparse matrix by stored values, at least one to each rank.
+    Each rank gets about the same number of dense columns, or of stored values of a sparse matrix, and at least one
+    column.
 
     Raises:
         InputError: more ranks than columns.
@@ -233,26 +230,3 @@ def share_columns(features: Any, size: int) -> list[tuple[int, int]]:
     columns = int(features.shape[1])
     stored = np.bincount(features.tocsr().indices, minlength=columns) if hasattr(features, "tocsr") else None
     return split_columns(columns, size, nonzeros=stored)
-
-
-def agree(comm: Communicator, work: Callable[[], T]) -> T:
-    """``work()``, of which a failure on one rank is raised on all of them, so that none waits for the others.
-
-    Raises:
-        InputError: on ranks whose own work went well, naming the first rank whose did not.
-    """
-    if comm.size == 1:
-        return work()
-    failure: Exception | None = None
-    result: T | None = None
-    try:
-        result = work()
-    except (CasgdError, ValueError, TypeError, OSError) as error:
-        failure = error
-    told = comm.gather(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    for rank, message in enumerate(told):
-        if message is not None:
-            raise InputError(f"rank {rank} cannot go on", got=message)
-    return result  # type: ignore[return-value]  # it is set where nothing failed

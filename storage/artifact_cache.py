@@ -1,4 +1,4 @@
-"""Artifacts of a remote registry on this machine: only what changed is fetched, and the last one works offline."""
+"""A local cache of the artifacts of a remote registry: only changed files are fetched, and it works offline."""
 
 import contextlib
 import datetime
@@ -15,20 +15,21 @@ from pathlib import Path
 from precision_time.storage.configuration import cache_folder
 from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_json
 from precision_time.storage.errors import PrecisionTimeError, UnreachableError
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
 from precision_time.storage.manifests import MANIFEST, ArtifactManifest, unpack_manifest
 from precision_time.storage.registry import Registry
+from precision_time.storage.store import Store
 
 __all__ = ["ANSWER_TIMEOUT_S", "FetchedArtifact", "fetch_artifact"]
 
 #: How long a question waits for a connection, and for each answer, before the local copy answers.
 ANSWER_TIMEOUT_S = 5.0
-#: What is kept; the artifacts that were used longest ago go first.
+#: Limits of the cache; the artifacts used longest ago are dropped first.
 _MOST_ARTIFACTS = 8
 _MOST_BYTES = 256 * 2**20
-#: Kept notes of what a reference led to; they weigh nothing.
+#: Notes on the artifact that a reference led to; they are small.
 _MOST_NOTES = 64
-#: Age from which files without a manifest are what a killed process left.
+#: From this age on, files without a manifest count as the remains of a killed process.
 _ABANDONED_S = 3600.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -37,7 +38,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class FetchedArtifact:
     """A verified artifact and, in words, where it came from.
 
-    ``is_current`` is False where the registry did not answer and what it last gave stands in.
+    ``is_current`` is False if the registry did not answer and the artifact of its last answer is used instead.
     """
 
     manifest: ArtifactManifest
@@ -50,11 +51,11 @@ def fetch_artifact(url: str, reference: str, *, only: Collection[str]) -> Fetche
     """The artifact ``reference`` of the registry at ``url``, and those of its files that ``only`` names.
 
     A remote registry is asked for alias and manifest; files that were fetched before come from the local cache, where
-    the manifest's digest names them. Where the registry does not answer within ``ANSWER_TIMEOUT_S``, the artifact that
-    ``reference`` last led to answers from the cache, and ``origin`` says so.
+    they lie under the digest of the manifest. If the registry does not answer within ``ANSWER_TIMEOUT_S``, the cached
+    artifact that ``reference`` last led to is used, and ``origin`` says so.
 
-    Raises ``UnreachableError`` when there is no such copy, and what ``Registry.load`` raises: an artifact that the
-    registry does not hold or may not show is an error, whatever the cache knows.
+    Raises ``UnreachableError`` if there is no such copy, and the errors of ``Registry.load``: an artifact that the
+    registry does not hold, or may not show, is an error even if the cache has it.
     """
     registry = Registry(url, timeout_s=ANSWER_TIMEOUT_S)
     if not registry.is_remote:
@@ -64,15 +65,15 @@ def fetch_artifact(url: str, reference: str, *, only: Collection[str]) -> Fetche
     try:
         return _ask(registry, reference, only=only, cache=cache)
     except UnreachableError as error:
-        kept = _recall_last(registry.url, reference, only=only, cache=cache)
-        if kept is None:
+        cached = _recall_last(registry.url, reference, only=only, cache=cache)
+        if cached is None:
             raise UnreachableError(
                 error.what,
                 got=error.got,
                 expected="an answer, or an earlier copy on this machine; there is none",
                 fix="check the connection, or name another artifact (artifact='bundled' comes with the package)",
             ) from error
-        return kept
+        return cached
 
 
 def _ask(registry: Registry, reference: str, *, only: Collection[str], cache: Store | None) -> FetchedArtifact:
@@ -83,27 +84,27 @@ def _ask(registry: Registry, reference: str, *, only: Collection[str], cache: St
     if files is not None:
         origin += " (its files from the local cache)"
     else:
-        # By version: the alias may have moved on since the manifest was read.
+        # By version, because the alias may have moved since the manifest was read.
         manifest, files = registry.load(manifest.artifact_id, only=only)
     fetched = FetchedArtifact(manifest=manifest, files=files, origin=origin)
     if cache is not None:
-        # A cache is a convenience: a full disk takes nothing away from the answer.
+        # A cache is a convenience: a full disk must not spoil the answer.
         with contextlib.suppress(PrecisionTimeError, OSError):
             _keep(cache, registry.url, reference, fetched, new=is_new)
     return fetched
 
 
 def _open_cache() -> Store | None:
-    """The cache's folder, which nobody else may read or write; None where there is no such place."""
+    """The folder of the cache, closed to other users; None if there is no such place."""
     folder = cache_folder("artifacts")
     if folder is None:
         return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid != os.getuid():
+        status = folder.stat()
+        if status.st_uid != os.getuid():
             return None
-        if stat.S_IMODE(found.st_mode) & 0o077:
+        if stat.S_IMODE(status.st_mode) & 0o077:
             folder.chmod(0o700)
         return open_store(folder)
     except (PrecisionTimeError, OSError):
@@ -115,14 +116,14 @@ def _note_path(url: str, reference: str) -> str:
 
 
 def _keep(cache: Store, url: str, reference: str, fetched: FetchedArtifact, *, new: bool) -> None:
-    """Keep ``new`` files, then the manifest by which they are found, then what ``reference`` led to."""
+    """Store the files if they are ``new``, then the manifest that names them, then the note on ``reference``."""
     manifest, folder = fetched.manifest, fetched.manifest.manifest_sha256
     if sum(map(len, fetched.files.values())) > _MOST_BYTES:
         return
     if new:
         for path, data in fetched.files.items():
             cache.write_bytes(f"{folder}/{path}", data)
-    # Also when it is there: its age says when the artifact was last used.
+    # Written even if it is there: its age says when the artifact was last used.
     cache.write_bytes(f"{folder}/{MANIFEST}", dump_json(manifest.model_dump(mode="json")))
     if new:
         _drop_oldest(cache)
@@ -138,7 +139,7 @@ def _keep(cache: Store, url: str, reference: str, fetched: FetchedArtifact, *, n
 
 
 def _recall_files(cache: Store, manifest: ArtifactManifest, *, only: Collection[str]) -> dict[str, bytes] | None:
-    """The kept files of ``manifest``, each verified; None when one is missing or changed."""
+    """The cached files of ``manifest``, each verified; None if one is missing or changed."""
     folder = manifest.manifest_sha256
     if not cache.exists(f"{folder}/{MANIFEST}"):
         return None
@@ -158,7 +159,7 @@ def _recall_files(cache: Store, manifest: ArtifactManifest, *, only: Collection[
 
 
 def _recall_last(url: str, reference: str, *, only: Collection[str], cache: Store | None) -> FetchedArtifact | None:
-    """What ``reference`` led to when the registry last answered, verified as any artifact; None without it."""
+    """The artifact that ``reference`` led to when the registry last answered, verified; None if it is not cached."""
     if cache is None:
         return None
     path = _note_path(url, reference)
@@ -187,16 +188,16 @@ def _recall_last(url: str, reference: str, *, only: Collection[str], cache: Stor
 
 def _drop_oldest(cache: Store) -> None:
     root = Path(cache.url)
-    whole = []
+    artifacts = []
     for folder in root.iterdir():
         manifest = folder / MANIFEST
         if manifest.is_file():
-            whole.append((manifest.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder))
+            artifacts.append((manifest.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder))
         elif _SHA256.fullmatch(folder.name) and time.time() - folder.stat().st_mtime > _ABANDONED_S:
             _drop(folder)
-    whole.sort(reverse=True)
-    for number, (_, _, folder) in enumerate(whole):
-        if number >= _MOST_ARTIFACTS or sum(size for _, size, _ in whole[: number + 1]) > _MOST_BYTES:
+    artifacts.sort(reverse=True)
+    for number, (_, _, folder) in enumerate(artifacts):
+        if number >= _MOST_ARTIFACTS or sum(size for _, size, _ in artifacts[: number + 1]) > _MOST_BYTES:
             _drop(folder)
     notes = sorted((path.stat().st_mtime, path) for path in root.glob("notes/*.json"))
     for _, path in notes[:-_MOST_NOTES]:
@@ -204,7 +205,7 @@ def _drop_oldest(cache: Store) -> None:
 
 
 def _drop(folder: Path) -> None:
-    """Forget an artifact; its manifest first, so that what is left when this is cut short is not found again."""
+    """Remove an artifact, its manifest first, so that an interrupted removal leaves nothing that can be found."""
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A table of plain columns in one sealed Parquet file, decoded column by column as they are asked for."""
+"""A table of plain columns in one sealed Parquet file; a column is decoded when it is read."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ class ColumnFile:
     """
 
     def __init__(self, data: bytes, *, name: str) -> None:
-        # the small part of Arrow: predictions wait for this import
+        # Only the small part of Arrow, because predictions wait for this import.
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -68,7 +68,7 @@ class ColumnFile:
             self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             self.names: tuple[str, ...] = tuple(self._file.schema_arrow.names)
             self.rows: int = self._file.metadata.num_rows
-        except Exception as error:  # whatever the decoder stumbles over
+        except Exception as error:  # damage can raise any error in the decoder
             raise self._misfit(f"{type(error).__name__}: {error}") from error
 
     def text(self, column: str) -> list[str]:
@@ -96,11 +96,11 @@ class ColumnFile:
         return arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)
 
     def _read(self, columns: list[str]) -> Any:
-        if strange := [column for column in columns if column not in self.names]:
-            raise LookupError(strange[0])
+        if unknown := [column for column in columns if column not in self.names]:
+            raise LookupError(unknown[0])
         try:
             return self._file.read(columns=columns, use_threads=False)
-        except Exception as error:  # whatever the decoder stumbles over
+        except Exception as error:  # damage can raise any error in the decoder
             raise self._misfit(f"{type(error).__name__}: {error}") from error
 
     def _misfit(self, got: str) -> IntegrityError:
@@ -113,7 +113,7 @@ class ColumnFile:
 
 
 def _plain(values: Any) -> "np.ndarray[Any, Any]":
-    """The numbers of a column without gaps; Arrow's own conversion would load pandas."""
+    """The numbers of a column without missing values; Arrow's own conversion would load pandas."""
     import numpy as np
 
     kinds = {"int64": np.int64, "float": np.float32, "double": np.float64}

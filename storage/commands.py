@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["data_app", "registry_app"]
 
 registry_app = typer.Typer(no_args_is_help=True, help="Published predictors: list, check, move an alias, roll back.")
-data_app = typer.Typer(no_args_is_help=True, help="Recorded timings: what is there, and whether it is sound.")
+data_app = typer.Typer(no_args_is_help=True, help="Recorded timings: summary, check, import.")
 
 Url = Annotated[
     str | None,
-    typer.Option("--url", help="Folder or URL of the registry; PRECISION_TIME_REGISTRY or the config file else."),
+    typer.Option(
+        "--url", help="Folder or URL of the registry; by default PRECISION_TIME_REGISTRY, else the configuration file."
+    ),
 ]
 Reference = Annotated[str, typer.Argument(help="name, name@version or name@alias; a bare name is name@champion.")]
 DataUrl = Annotated[str, typer.Argument(metavar="DATASET", help="Folder or URL of the timings dataset.")]
@@ -40,7 +42,7 @@ _FILE_WIDTH = 160
 
 @registry_app.command("list")
 def list_artifacts(url: Url = None, as_json: AsJson = False) -> None:
-    """All published versions and where the aliases point."""
+    """List all published versions and the aliases that point to them."""
     registry = _open_registry(url)
     rows = []
     for name in registry.names():
@@ -67,7 +69,7 @@ def list_artifacts(url: Url = None, as_json: AsJson = False) -> None:
 
 @registry_app.command("show")
 def show_artifact(reference: Reference, url: Url = None, as_json: AsJson = False) -> None:
-    """The manifest of one version: its files, training data and accuracy."""
+    """Print the manifest of one version: its files, training data and accuracy."""
     manifest = _open_registry(url).manifest(reference)
     if as_json:
         _print_json(manifest.model_dump(mode="json"))
@@ -88,11 +90,11 @@ def show_artifact(reference: Reference, url: Url = None, as_json: AsJson = False
 
 @registry_app.command("verify")
 def verify_artifacts(
-    reference: Annotated[str | None, typer.Argument(help="One artifact; all versions when left out.")] = None,
+    reference: Annotated[str | None, typer.Argument(help="One artifact; by default all versions.")] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the files of one version, or of all, against their manifests (exit 4 when one does not hold)."""
+    """Check the files of one version, or of all, against their manifests (exit code 4 if one does not match)."""
     registry = _open_registry(url)
     if reference is None:
         references = [f"{name}@{version}" for name in registry.names() for version in registry.versions(name)]
@@ -100,20 +102,25 @@ def verify_artifacts(
         references = [reference]
     if not references:
         raise NotFoundError("nothing is published here", got=registry.url, expected="the URL or folder of a registry")
-    problems: list[tuple[str, IntegrityError]] = []
-    for one in references:
+    problems: dict[str, IntegrityError] = {}
+    for artifact in references:
         try:
-            registry.verify(one)
+            registry.verify(artifact)
         except IntegrityError as error:
-            problems.append((one, error))
-    broken = {one: str(error) for one, error in problems}
+            problems[artifact] = error
+    broken = {artifact: str(error) for artifact, error in problems.items()}
     if as_json:
-        _print_json([{"artifact": one, "sound": one not in broken, "problem": broken.get(one)} for one in references])
+        _print_json(
+            [
+                {"artifact": artifact, "sound": artifact not in broken, "problem": broken.get(artifact)}
+                for artifact in references
+            ]
+        )
     else:
-        for one in references:
-            typer.echo(f"{one}: {printable(broken.get(one, 'sound'))}")
+        for artifact in references:
+            typer.echo(f"{artifact}: {printable(broken.get(artifact, 'sound'))}")
     if len(problems) == 1:
-        raise problems[0][1]
+        raise next(iter(problems.values()))
     if problems:
         raise IntegrityError(
             "artifacts are not what was published",
@@ -127,11 +134,11 @@ def verify_artifacts(
 def set_alias(
     name: Annotated[str, typer.Argument(help="Name of the artifact.")],
     alias: Annotated[str, typer.Argument(help="The alias, e.g. champion.")],
-    version: Annotated[int, typer.Argument(help="The version it shall point to.")],
+    version: Annotated[int, typer.Argument(help="The version that the alias will point to.")],
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias at a version."""
+    """Point an alias to a version."""
     _open_registry(url).set_alias(name, alias, version)
     _print_alias(name, alias, version, as_json=as_json)
 
@@ -143,14 +150,14 @@ def roll_back(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias at the version it pointed to before."""
+    """Point an alias back to the version before the current one."""
     version = _open_registry(url).roll_back(name, alias)
     _print_alias(name, alias, version, as_json=as_json)
 
 
 @data_app.command("summary")
 def summarize(dataset: DataUrl, as_json: AsJson = False) -> None:
-    """Recorded cells and rows, and the causes of failed attempts."""
+    """Count recorded cells and rows, and the causes of failed attempts."""
     timings = _open_dataset(dataset)
     table = timings.read()
     outcomes = timings.outcomes()
@@ -161,7 +168,7 @@ def summarize(dataset: DataUrl, as_json: AsJson = False) -> None:
     for (model, gpu, _), count in grid.items():
         rows[model, gpu] += count
     failures = Counter((outcome.status, outcome.cause) for outcome in outcomes if outcome.status != "recorded")
-    never = {outcome.cell_id for outcome in outcomes if outcome.status != "recorded"} - recorded
+    only_failed = {outcome.cell_id for outcome in outcomes if outcome.status != "recorded"} - recorded
     summary = {
         "url": timings.url,
         "cells": len(recorded),
@@ -174,7 +181,7 @@ def summarize(dataset: DataUrl, as_json: AsJson = False) -> None:
         "failures": [
             {"status": status, "cause": cause, "attempts": count} for (status, cause), count in sorted(failures.items())
         ],
-        "failed_cells": len(never),
+        "failed_cells": len(only_failed),
         "problems": [{"path": path, "reason": reason} for path, reason in timings.problems],
     }
     if as_json:
@@ -183,8 +190,8 @@ def summarize(dataset: DataUrl, as_json: AsJson = False) -> None:
     _print_table(["model", "gpu", "cells", "rows"], (entry.values() for entry in summary["models"]))
     _print_table(["status", "cause", "attempts"], (entry.values() for entry in summary["failures"]))
     typer.echo(
-        f"{len(recorded)} cells, {table.num_rows} rows, {len(outcomes)} attempts, {len(never)} cells that only failed, "
-        f"{len(timings.problems)} unsound files"
+        f"{len(recorded)} cells, {table.num_rows} rows, {len(outcomes)} attempts, {len(only_failed)} cells that only "
+        f"failed, {len(timings.problems)} unsound files"
     )
     _warn(timings.problems)
 
@@ -192,13 +199,13 @@ def summarize(dataset: DataUrl, as_json: AsJson = False) -> None:
 @data_app.command("verify")
 def verify_data(
     dataset: DataUrl,
-    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 4 instead of 5.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 4 instead of 5.")] = False,
     set_aside: Annotated[
         bool, typer.Option("--set-aside", help="Move unsound files to quarantine/, so that their cells run again.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file and check its seal, schema and times (exit 5 when some cannot be used, 4 with --strict)."""
+    """Read every file and check its seal, schema and times (exit code 5 if one cannot be used, 4 with --strict)."""
     timings = _open_dataset(dataset)
     problems = timings.check()
     unsound = timings.unsound_files if set_aside else []
@@ -223,17 +230,17 @@ def verify_data(
             f"{len(problems)} parts of the dataset cannot be used",
             got=problems[0][0],
             expected="files as they were recorded",
-            fix="the rest is used without them; --set-aside moves unsound files away, then run the campaign again",
+            fix="the other files are still used; move unsound files away by --set-aside and run the campaign again",
         )
 
 
 @data_app.command("import")
 def import_measurements(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="CSV or Parquet with the public table's columns.")],
-    into: Annotated[str, typer.Option("--into", help="Parquet table to append to; made if missing.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="CSV or Parquet with the columns of the public table.")],
+    into: Annotated[str, typer.Option("--into", help="Parquet table to append to; created if missing.")],
     as_json: AsJson = False,
 ) -> None:
-    """Append measured rows of a file to a table, all or none; rows that are already there are skipped."""
+    """Append the measured rows of a file to a table, all or none; rows that the table has already are skipped."""
     # Here, so that `registry` and --help do not wait for pandas and pyarrow.
     from precision_time.storage.tables import import_rows
 
@@ -290,7 +297,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> No
     for row in rows:
         table.add_row(*(Text(printable(_text(cell) or "")) for cell in row))
     if table.row_count:
-        # Into a file nothing is cut to the width of a terminal that is not there.
+        # A file has no terminal width to cut lines to.
         Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
 
 

@@ -1,4 +1,4 @@
-"""What a user set down for every command: the configuration file, and the environment that stands above it."""
+"""The user's settings for all commands: the configuration file, and environment variables, which override it."""
 
 import os
 import tomllib
@@ -10,7 +10,7 @@ from precision_time.storage.errors import InputError, StorageError
 
 __all__ = ["Configuration", "allowed_hosts", "cache_folder", "configured_registry_url", "read_configuration"]
 
-#: Keys of each section. A section that is not named here belongs to somebody else and is left alone.
+#: Keys of each section. Other sections belong to other tools and are ignored.
 _SECTIONS = {
     "registry": ("url",),
     "artifact": ("reference",),
@@ -20,11 +20,11 @@ _SECTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What ``~/.config/precision_time/config.toml`` says; None or empty for what it leaves out.
+    """The values of ``~/.config/precision_time/config.toml``; None or empty if the file does not set them.
 
-    ``[registry] url`` is where artifacts are looked for, ``[artifact] reference`` which one answers when a question
-    names none, ``[storage] allowed_hosts`` the S3 servers beside Amazon's and this machine that may be asked, and
-    ``[storage] allowed_buckets`` the only buckets that may be opened (all of them where the list is absent).
+    ``[registry] url`` is where artifacts are looked for, ``[artifact] reference`` the default artifact of a question,
+    ``[storage] allowed_hosts`` the S3 servers that are allowed beside Amazon's and this machine, and
+    ``[storage] allowed_buckets`` the only buckets that may be opened (all of them if the list is absent).
     """
 
     registry_url: str | None = None
@@ -34,10 +34,11 @@ class Configuration:
 
 
 def read_configuration() -> Configuration:
-    """The configuration file, or what holds without one.
+    """The configuration file, or the defaults if there is none.
 
-    Raises ``InputError`` for a file that is not TOML, for a value of another kind, and for an unknown key in one of
-    our sections: a misspelt restriction must not read as none. Raises ``StorageError`` for an unreadable file.
+    Raises ``InputError`` for a file that is not TOML, for a value of another type, and for an unknown key in one of
+    our sections: a misspelt restriction must not pass as no restriction. Raises ``StorageError`` for an unreadable
+    file.
     """
     path = Path.home() / ".config" / "precision_time" / "config.toml"
     try:
@@ -62,7 +63,7 @@ def read_configuration() -> Configuration:
 
 
 def configured_registry_url() -> str | None:
-    """The registry to use when none is named: ``PRECISION_TIME_REGISTRY``, else ``[registry] url`` of the file.
+    """The default registry: ``PRECISION_TIME_REGISTRY``, else ``[registry] url`` of the file.
 
     Raises as ``read_configuration``.
     """
@@ -72,25 +73,25 @@ def configured_registry_url() -> str | None:
 def allowed_hosts() -> tuple[str, ...]:
     """Hosts of S3 servers that the user trusts: ``PRECISION_TIME_ALLOWED_HOSTS`` (commas between), else the file's.
 
-    Amazon's own hosts and this machine are not among them: they are always allowed. Raises as ``read_configuration``.
+    Amazon's hosts and this machine are not listed, because they are always allowed. Raises as ``read_configuration``.
     """
-    told = os.environ.get("PRECISION_TIME_ALLOWED_HOSTS")
-    hosts = told.split(",") if told else read_configuration().allowed_hosts
+    variable = os.environ.get("PRECISION_TIME_ALLOWED_HOSTS")
+    hosts = variable.split(",") if variable else read_configuration().allowed_hosts
     return tuple(host.strip().casefold() for host in hosts if host.strip())
 
 
 def cache_folder(kind: str) -> Path | None:
-    """Where things of ``kind`` are kept; None where ``PRECISION_TIME_CACHE`` is ``off`` or the user has no home.
+    """The cache folder for ``kind``; None if ``PRECISION_TIME_CACHE`` is ``off`` or the user has no home.
 
-    ``PRECISION_TIME_CACHE`` may name a folder, else ``$XDG_CACHE_HOME/precision_time`` (``~/.cache/precision_time``),
-    each with ``kind`` below it. A relative XDG folder does not count, by the XDG base directory specification.
+    It lies in the folder that ``PRECISION_TIME_CACHE`` names, else in ``$XDG_CACHE_HOME/precision_time``
+    (``~/.cache/precision_time``). A relative XDG folder is ignored, as the XDG base directory specification demands.
     """
-    told = os.environ.get("PRECISION_TIME_CACHE", "").strip()
-    if told.lower() == "off":
+    variable = os.environ.get("PRECISION_TIME_CACHE", "").strip()
+    if variable.lower() == "off":
         return None
     try:
-        if told:
-            return Path(told).expanduser() / kind
+        if variable:
+            return Path(variable).expanduser() / kind
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
         return (base if base.is_absolute() else Path.home() / ".cache") / "precision_time" / kind
     except RuntimeError:  # no home folder to be found
@@ -100,10 +101,10 @@ def cache_folder(kind: str) -> Path | None:
 def _check_section(section: Any, *, name: str, path: Path) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise InputError(f"[{name}] in {path} is not a section", got=repr(section)[:200], expected=f"[{name}]")
-    if strange := sorted(set(section) - set(_SECTIONS[name])):
+    if unknown := sorted(set(section) - set(_SECTIONS[name])):
         raise InputError(
             f"[{name}] in {path} has an unknown key",
-            got=", ".join(strange)[:200],
+            got=", ".join(unknown)[:200],
             expected=" or ".join(_SECTIONS[name]),
             fix="correct or remove it",
         )

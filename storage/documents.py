@@ -1,4 +1,4 @@
-"""JSON documents: written the same way every time, and read so that nothing hostile or ambiguous gets through."""
+"""JSON documents: equal values give equal bytes, and hostile or ambiguous documents are refused."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _TOKEN = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 def dump_json(values: object) -> bytes:
     """``values`` as JSON in UTF-8 with sorted keys, so that equal values give equal bytes.
 
-    Raises ``InputError`` for what ``parse_json`` would not read back: NaN, infinities, deep or large documents.
+    Raises ``InputError`` for values that ``parse_json`` would refuse: NaN, infinities, deep or large documents.
     """
     try:
         text = json.dumps(values, sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False)
@@ -37,7 +37,7 @@ def parse_json(data: bytes, *, name: str) -> Any:
     """The value of a JSON document called ``name``.
 
     Raises ``IntegrityError`` for anything but small UTF-8 JSON without duplicate keys, NaN, infinities (``1e400``
-    too), integers of more than 20 digits, or more than 32 levels: the json module takes all of these or dies of them.
+    too), integers of more than 20 digits, or more than 32 levels: the json module accepts these or crashes on them.
     """
     if len(data) > MAX_JSON_BYTES:
         raise _refused(name, f"{len(data)} bytes", f"at most {MAX_JSON_BYTES} bytes")
@@ -64,7 +64,7 @@ def _refused(name: str, got: str, expected: str) -> IntegrityError:
 
 
 def _depth(text: str) -> int:
-    """Deepest nesting, by one linear pass, before the recursive parser sees the text."""
+    """The deepest nesting, by one linear pass, before the recursive parser reads the text."""
     depth = deepest = 0
     inside_string = False
     for token in _TOKEN.findall(text):

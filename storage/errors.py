@@ -1,4 +1,4 @@
-"""Errors of precision_time: each says what went wrong, what was got, what was expected and what to do."""
+"""Errors of precision_time: each says what is wrong, which value was given, which was expected, and how to fix it."""
 
 import difflib
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
-    """The ``count`` spellings in ``known`` closest to ``name``, best first; always ``count`` of them if there are."""
+    """The ``count`` names in ``known`` closest to ``name``, best first; fewer only if ``known`` has fewer."""
     folded: dict[str, str] = {}
     for candidate in known:
         folded.setdefault(candidate.casefold(), candidate)
@@ -38,7 +38,7 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
 def printable(text: str) -> str:
     """``text`` with newlines and escape codes spelled out.
 
-    Names come from files, users and ranks, and must not drive a terminal or break a log.
+    Names come from files, users and ranks, and must not control a terminal or break a log.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
@@ -46,7 +46,7 @@ def printable(text: str) -> str:
 class PrecisionTimeError(Exception):
     """Root of the hierarchy.
 
-    ``code`` is the stable name that logs and JSON carry, ``exit_code`` what the command line ends with
+    ``code`` is the stable name in logs and JSON, ``exit_code`` the exit code of the command line
     (0 ok, 1 internal, 2 bad input, 3 goal not met, 4 trust or integrity, 5 partial, 6 out of domain).
 
     Example:
@@ -70,7 +70,7 @@ class PrecisionTimeError(Exception):
 
     @property
     def message(self) -> str:
-        """The whole text on one line: what; got; expected; what to do."""
+        """The whole text on one line: what; got; expected; fix."""
         parts = [self.what]
         if self.got is not None:
             parts.append(f"got: {self.got}")
@@ -84,19 +84,19 @@ class PrecisionTimeError(Exception):
         return self.message
 
     def to_dict(self) -> dict[str, str | None]:
-        """The JSON twin of the message."""
+        """The parts of the message as JSON values."""
         return {"code": self.code, "what": self.what, "got": self.got, "expected": self.expected, "fix": self.fix}
 
 
 class InputError(PrecisionTimeError, ValueError):
-    """A value that a caller gave cannot be used."""
+    """A value from the caller cannot be used."""
 
     code = "E-INPUT"
     exit_code = 2
 
 
 class UnknownNameError(InputError, LookupError):
-    """A name (model, GPU, precision, field) that is not known; the message offers the nearest ones."""
+    """A name (model, GPU, precision, field) is unknown; the message offers the nearest known names."""
 
     code = "E-UNKNOWN-NAME"
 
@@ -111,19 +111,19 @@ class UnknownNameError(InputError, LookupError):
 
 
 class TooLittleDataError(InputError):
-    """Fewer measurements than a predictor can be trained and validated on; more of them mend it."""
+    """There are too few measurements to train and validate a predictor."""
 
     code = "E-TOO-LITTLE-DATA"
 
 
 class PrecisionUnsupportedError(InputError):
-    """The device cannot run the precision that was asked for."""
+    """The device does not support the requested precision."""
 
     code = "E-PRECISION-UNSUPPORTED"
 
 
 class NotFoundError(PrecisionTimeError, FileNotFoundError):
-    """A file, artifact, version or alias that does not exist."""
+    """A file, artifact, version or alias does not exist."""
 
     code = "E-NOT-FOUND"
     exit_code = 2
@@ -137,22 +137,21 @@ class StorageError(PrecisionTimeError, OSError):
 
 
 class StorageFullError(StorageError):
-    """No room is left where the data should go."""
+    """There is no room for the data."""
 
     code = "E-STORE-FULL"
 
 
 class StorageReadOnlyError(StorageError, PermissionError):
-    """The place where the data should go cannot be written."""
+    """The place for the data cannot be written."""
 
     code = "E-STORE-READ-ONLY"
 
 
 class UnreachableError(StorageError):
-    """The server did not answer: no connection, none in time, or an answer that says it cannot serve now.
+    """The server did not answer: no connection, no answer in time, or an answer that it cannot serve now.
 
-    What it would have said is not known; a copy on this machine may stand in for it. A refusal or a missing file is
-    an answer and no such error.
+    A copy on this machine may be used instead. A refusal or a missing file is an answer, and not this error.
     """
 
     code = "E-STORE-UNREACHABLE"
@@ -166,7 +165,7 @@ class VersionExistsError(PrecisionTimeError, FileExistsError):
 
 
 class IntegrityError(PrecisionTimeError, ValueError):
-    """Stored data is not what was written: checksum, schema, digest or structure do not hold."""
+    """Stored data differ from the written data: checksum, schema, digest or structure do not match."""
 
     code = "E-DATA-CORRUPT"
     exit_code = 4
@@ -180,27 +179,27 @@ class GoalNotMetError(PrecisionTimeError, RuntimeError):
 
 
 class PartialError(PrecisionTimeError, RuntimeError):
-    """Some of the work was done and kept, some failed."""
+    """A part of the work failed; the rest is done and stored."""
 
     code = "E-PARTIAL"
     exit_code = 5
 
 
 class OutOfDomainError(PrecisionTimeError, ValueError):
-    """A query outside what the predictor was trained on, in strict mode."""
+    """In strict mode, a query lies outside the training data of the predictor."""
 
     code = "E-OUT-OF-DOMAIN"
     exit_code = 6
 
 
 class NoWorkersError(PrecisionTimeError, RuntimeError):
-    """The workers that a campaign needs did not come, or are all gone."""
+    """The workers that a campaign needs did not start, or all have gone."""
 
     code = "E-NO-WORKERS"
     exit_code = 2
 
 
 class ClusterLostError(PrecisionTimeError, RuntimeError):
-    """The scheduler of the cluster is gone; nothing more can be measured on it."""
+    """The scheduler of the cluster has gone; nothing more can be measured on it."""
 
     code = "E-CLUSTER-LOST"

@@ -16,7 +16,7 @@ from precision_time.storage.errors import (
     StorageError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, check_path, check_size, is_hidden, storage_error
+from precision_time.storage.store import Store, check_path, check_size, is_hidden, storage_error
 
 __all__ = ["LocalStore"]
 
@@ -45,7 +45,7 @@ class LocalStore(Store):
                 if not stat.S_ISREG(mode):
                     raise IntegrityError("this is not a plain file", got=full, expected="a regular file")
                 with open(descriptor, "rb", closefd=False) as file:
-                    # One byte past the cap tells a larger file, also one that grows while it is read.
+                    # One byte past the limit shows that the file is larger, also if it grows while it is read.
                     data = file.read(-1 if max_bytes is None else max_bytes + 1)
             finally:
                 os.close(descriptor)
@@ -61,7 +61,7 @@ class LocalStore(Store):
             _sync_folder(os.path.dirname(full))
 
     def create_bytes(self, path: str, data: bytes) -> None:
-        """See ``Store``: a hard link to the finished temporary file, because a local rename is not exclusive."""
+        """See ``Store``: links the finished temporary file to the name, because a local rename is not exclusive."""
         full = self._locate(path)
         with _translated("written", full):
             self._make_folder(os.path.dirname(full))
@@ -70,7 +70,7 @@ class LocalStore(Store):
             _sync_folder(os.path.dirname(full))
 
     def check_writable(self, *, required_bytes: int = 0) -> None:
-        """See ``Store``. Folders that the check had to make are removed again."""
+        """See ``Store``. Folders made for the check are removed again."""
         missing = []
         folder = self._root
         while not os.path.lexists(folder):
@@ -80,28 +80,28 @@ class LocalStore(Store):
             super().check_writable(required_bytes=required_bytes)
         finally:
             with contextlib.suppress(OSError):
-                for made in missing:
-                    os.rmdir(made)
+                for folder in missing:
+                    os.rmdir(folder)
 
     def list_files(self, prefix: str = "") -> list[str]:
-        """See ``Store``. Links to folders are listed as files and not entered, so nothing beside the files hides."""
+        """See ``Store``. Links to folders are listed as files and not followed, so that no link stays unseen."""
         start = self._locate(prefix) if prefix else self._root
-        # A prefix may itself lie in a hidden folder; then nothing below it counts.
+        # Nothing below a hidden folder is listed.
         if is_hidden(prefix):
             return []
         self._check_inside(start)
-        found: list[str] = []
+        listed: list[str] = []
         with _translated("read", start):
             for folder, folders, files in os.walk(start, onerror=_raise_unless_vanished):
                 links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
                 folders[:] = [name for name in folders if not is_hidden(name) and name not in links]
                 below = os.path.relpath(folder, self._root)
                 parent = "" if below == os.curdir else below.replace(os.sep, "/") + "/"
-                found.extend(parent + name for name in files + links if not is_hidden(name))
-        return sorted(found)
+                listed.extend(parent + name for name in files + links if not is_hidden(name))
+        return sorted(listed)
 
     def total_bytes(self, prefix: str = "") -> int:
-        """See ``Store``. A file that goes meanwhile counts as none."""
+        """See ``Store``. A file that disappears meanwhile is not counted."""
         total = 0
         for path in self.list_files(prefix):
             with _translated("read", path), contextlib.suppress(FileNotFoundError):
@@ -121,7 +121,7 @@ class LocalStore(Store):
             _sync_folder(os.path.dirname(full))
 
     def move(self, source: str, target: str) -> None:
-        """See ``Store``; works on names alone, so also for what ``read_bytes`` refuses."""
+        """See ``Store``; only names change, so files that ``read_bytes`` refuses can be moved too."""
         old, new = self._locate(source), self._locate(target)
         with _translated("moved", old):
             self._check_inside(os.path.dirname(old))
@@ -148,7 +148,7 @@ class LocalStore(Store):
         return real
 
     def _open_inside(self, full: str) -> int:
-        """Open the real path part by part without following links: one that is swapped in meanwhile is refused."""
+        """Open the real path part by part without following links: a link that is swapped in meanwhile is refused."""
         real = self._check_inside(full)
         if os.path.islink(full) and not os.path.exists(real):
             raise IntegrityError("a link leads to nothing", got=full, expected="a file")
@@ -196,7 +196,7 @@ def _translated(action: str, where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary(full: str, data: bytes) -> Iterator[str]:
-    """A finished, synced file beside ``full`` under a hidden name; gone afterwards, whatever happens."""
+    """A finished, synced file beside ``full`` under a hidden name, which is removed in any case."""
     temporary = os.path.join(os.path.dirname(full), f".tmp-{uuid.uuid4().hex}")
     try:
         _create_in_place(temporary, data)
@@ -207,7 +207,7 @@ def _temporary(full: str, data: bytes) -> Iterator[str]:
 
 
 def _create_in_place(full: str, data: bytes) -> None:
-    """Exclusive creation by the final name; a reader may meet it half written, so only where no link can be made."""
+    """Exclusive creation under the final name, only without hard links: a reader may find the file half written."""
     try:
         descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     except FileExistsError as error:
@@ -223,7 +223,7 @@ def _create_in_place(full: str, data: bytes) -> None:
 
 
 def _link(source: str, target: str, *, otherwise: Callable[[], None]) -> None:
-    """Give ``source`` the second name ``target``, which must be free; ``otherwise`` where hard links do not exist."""
+    """Give ``source`` the second name ``target``, which must be free; without hard links call ``otherwise``."""
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError as error:

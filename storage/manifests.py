@@ -1,4 +1,4 @@
-"""What may be published: names, references, sets of files, and the manifest that lists them."""
+"""The rules of publishing: names, references, sets of files, and the manifest that lists them."""
 
 import hashlib
 import json
@@ -14,7 +14,6 @@ from precision_time.storage.schema import SCHEMA_VERSION
 
 __all__ = [
     "MANIFEST",
-    "MAX_FILE_BYTES",
     "ArtifactFile",
     "ArtifactManifest",
     "check_alias",
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-MAX_FILE_BYTES = 64 * 2**20
+_MAX_FILE_BYTES = 64 * 2**20
 _MAX_FILES = 100
 _MAX_TOTAL_BYTES = 256 * 2**20
 
@@ -43,7 +42,7 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _FILE_PATTERN = r"(?:plots/)?[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _FILE = re.compile(_FILE_PATTERN)
 _RESERVED = {MANIFEST, "plots"}
-#: Fields that earlier manifests lack: left out of the digest where they say nothing, so that those stay sound.
+#: Fields that earlier manifests lack; with these values they do not enter the digest, so old manifests stay sound.
 _LATER_FIELDS: dict[str, object] = {"zoo_sha256": "", "known_limits": [], "accuracy_by_precision": {}}
 
 
@@ -58,7 +57,7 @@ class ArtifactFile(BaseModel):
 
 
 class ArtifactManifest(BaseModel):
-    """What a published predictor is: its files, what it was trained on, and how well it did.
+    """A published predictor: its files, its training data, and its accuracy.
 
     ``accuracy`` maps split -> method -> metric -> value (fractions); methods are ``predictor``,
     ``precision_blind``, ``roofline`` (times one fitted factor) and ``closed_form``.
@@ -83,9 +82,9 @@ class ArtifactManifest(BaseModel):
     parameters: dict[str, float | int | str]
     accuracy: dict[str, dict[str, dict[str, float | None]]]
     package_versions: dict[str, str]
-    #: digest of the shipped zoo, whose features the trees were trained on; blank where it is not known
+    #: digest of the shipped zoo, whose features the trees were trained on; blank if unknown
     zoo_sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    #: in words, what the predictor was never trained on and where its intervals are not calibrated
+    #: in words: data that the predictor was never trained on, and regimes without calibrated intervals
     known_limits: list[str] = Field(default_factory=list)
     #: the predictor and its baselines on the rows of each policy, 5-fold by configuration: policy -> method -> metric
     accuracy_by_precision: dict[str, dict[str, dict[str, float | None]]] = Field(default_factory=dict)
@@ -94,7 +93,7 @@ class ArtifactManifest(BaseModel):
 
     @property
     def artifact_id(self) -> str:
-        """``name@version``, how an answer names what made it."""
+        """``name@version``, by which an answer names its predictor."""
         return f"{self.name}@{self.version}"
 
 
@@ -104,7 +103,7 @@ def is_name(name: object) -> TypeGuard[str]:
 
 
 def is_alias(alias: object) -> TypeGuard[str]:
-    """Whether ``alias`` can name a version; it starts with a letter, so it never looks like a number."""
+    """Whether ``alias`` is a valid alias; it starts with a letter, so it never looks like a version."""
     return isinstance(alias, str) and _ALIAS.fullmatch(alias) is not None
 
 
@@ -154,12 +153,12 @@ def parse_reference(reference: str) -> tuple[str, int | None, str]:
 
 
 def parse_version(text: str) -> int | None:
-    """The version that ``text`` spells as we write it (no leading zero, no sign), or None."""
+    """The version that ``text`` spells without a leading zero or a sign, or None."""
     return int(text) if _VERSION.fullmatch(text) else None
 
 
 def list_contents(files: Mapping[str, bytes]) -> tuple[ArtifactFile, ...]:
-    """Names, sizes and digests, sorted by name; raises ``InputError`` for what could not be loaded again."""
+    """Names, sizes and digests, sorted by name; raises ``InputError`` for files that could not be loaded again."""
     if not 0 < len(files) <= _MAX_FILES:
         raise InputError("these files cannot be published", got=f"{len(files)} files", expected=f"1 to {_MAX_FILES}")
     for path, data in files.items():
@@ -167,12 +166,12 @@ def list_contents(files: Mapping[str, bytes]) -> tuple[ArtifactFile, ...]:
             raise InputError(
                 "this file name cannot be published",
                 got=repr(path)[:300],
-                expected=f"1 to 100 of A-Z a-z 0-9 . _ -, a letter or digit first, perhaps below plots/, and not "
+                expected=f"1 to 100 of A-Z a-z 0-9 . _ -, a letter or digit first, optionally below plots/, and not "
                 f"{' or '.join(sorted(_RESERVED))}",
             )
         if not _is_content(data):
             size = f"{len(data)} bytes" if isinstance(data, bytes) else type(data).__name__
-            raise InputError(f"{path} cannot be published", got=size, expected=f"1 to {MAX_FILE_BYTES} bytes")
+            raise InputError(f"{path} cannot be published", got=size, expected=f"1 to {_MAX_FILE_BYTES} bytes")
     listed = tuple(
         ArtifactFile(path=path, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
         for path, data in sorted(files.items())
@@ -183,7 +182,7 @@ def list_contents(files: Mapping[str, bytes]) -> tuple[ArtifactFile, ...]:
 
 
 def pack_manifest(manifest: ArtifactManifest, *, name: str, version: int, files: tuple[ArtifactFile, ...]) -> bytes:
-    """The JSON of a manifest; raises ``InputError`` if it is not one of ``name``, ``version`` and exactly ``files``."""
+    """The JSON of a manifest; raises ``InputError`` if its name, version or files are not exactly the given ones."""
     if (manifest.name, manifest.version) != (name, version):
         raise InputError(
             "the manifest describes another artifact", got=manifest.artifact_id, expected=f"{name}@{version}"
@@ -198,7 +197,7 @@ def pack_manifest(manifest: ArtifactManifest, *, name: str, version: int, files:
 
 
 def seal_manifest(manifest: ArtifactManifest) -> ArtifactManifest:
-    """The manifest with the digest of its other fields, by which a damaged one is told from a sound one."""
+    """The manifest with the digest of its other fields, which shows later damage."""
     return manifest.model_copy(update={"manifest_sha256": _digest(manifest)})
 
 
@@ -211,7 +210,7 @@ def _digest(manifest: ArtifactManifest) -> str:
 
 
 def unpack_manifest(data: bytes, *, where: str, name: str, version: int) -> ArtifactManifest:
-    """The manifest at ``where``; raises ``IntegrityError`` if it is not one of ``name`` and ``version``."""
+    """The manifest at ``where``; raises ``IntegrityError`` if it is damaged or not that of ``name`` and ``version``."""
     _check_schema_version(parse_json(data, name=where), where)
     try:
         manifest = ArtifactManifest.model_validate_json(data, strict=True)
@@ -225,7 +224,7 @@ def unpack_manifest(data: bytes, *, where: str, name: str, version: int) -> Arti
     if manifest.manifest_sha256 != _digest(manifest):
         raise IntegrityError(
             f"{where} is not what was published",
-            got="other fields than its digest was made of",
+            got="fields that do not match its digest",
             expected=f"SHA-256 {manifest.manifest_sha256 or 'of its fields'}",
             fix="publish the artifact again",
         )
@@ -243,11 +242,11 @@ def _is_file_name(path: object) -> bool:
 
 
 def _is_content(data: object) -> bool:
-    return isinstance(data, bytes) and 0 < len(data) <= MAX_FILE_BYTES
+    return isinstance(data, bytes) and 0 < len(data) <= _MAX_FILE_BYTES
 
 
 def _problem(files: tuple[ArtifactFile, ...]) -> str | None:
-    """Why this set of files cannot be an artifact, or None. Case twins are one file on some systems."""
+    """Why this set of files cannot be an artifact, or None. Names that differ in case are one file on some systems."""
     paths = [file.path.casefold() for file in files]
     if not 0 < len(paths) <= _MAX_FILES:
         return f"{len(paths)} files"
@@ -256,16 +255,18 @@ def _problem(files: tuple[ArtifactFile, ...]) -> str | None:
     total = sum(file.size_bytes for file in files)
     if total > _MAX_TOTAL_BYTES:
         return f"{total} bytes in all, over {_MAX_TOTAL_BYTES}"
-    return next((f"{file.path} of {file.size_bytes} bytes" for file in files if file.size_bytes > MAX_FILE_BYTES), None)
+    return next(
+        (f"{file.path} of {file.size_bytes} bytes" for file in files if file.size_bytes > _MAX_FILE_BYTES), None
+    )
 
 
 def _check_schema_version(values: Any, where: str) -> None:
-    """Before the fields are looked at: those of another version are expected to differ."""
-    found = values.get("schema_version") if isinstance(values, dict) else None
-    if isinstance(found, int) and not isinstance(found, bool) and not 1 <= found <= SCHEMA_VERSION:
+    """Check the version before the fields, which may differ in another version."""
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if isinstance(version, int) and not isinstance(version, bool) and not 1 <= version <= SCHEMA_VERSION:
         raise IntegrityError(
             f"{where} was written by another version",
-            got=f"schema version {found}",
+            got=f"schema version {version}",
             expected=f"schema version 1 to {SCHEMA_VERSION}",
             fix="update precision-time, or publish again with this version",
         )

@@ -1,4 +1,4 @@
-"""Parquet with a declared schema: written with checksums, and read so that damage is an error, never a value."""
+"""Parquet with a declared schema: written with checksums, and read so that damage raises an error."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 
 from precision_time.storage.errors import InputError, IntegrityError
 from precision_time.storage.schema import ROW_VERSION, arrow_schema
-from precision_time.storage.seal import add_seal, check_seal
+from precision_time.storage.seal import add_seal, check_seal, damaged
 
-__all__ = ["conform", "encode_table", "read_table", "table_of"]
+__all__ = ["conform", "encode_table", "open_parquet", "read_table", "table_of"]
 
 _VERSION_KEY = b"precision_time.schema_version"
 _RECORD_KEY = b"record"
 
-# A few kilobytes of repeated values can claim millions of rows; what they would take in memory is known before.
+# A few kilobytes of repeated values can claim millions of rows, so the size in memory is checked before decoding.
 _MAX_DECODED_BYTES = 128 * 2**20
 _MAX_COLUMNS = 1_000
 _MAX_THRIFT_BYTES = 16 * 2**20
@@ -27,9 +27,9 @@ _BYTES_OF_A_VALUE = 8
 
 def table_of(rows: Sequence[Any], record: type) -> pa.Table:
     """The table of ``rows``, all of the class ``record``; raises ``InputError`` for others, else as ``conform``."""
-    if strangers := [row for row in rows if type(row) is not record]:
+    if others := [row for row in rows if type(row) is not record]:
         raise InputError(
-            "these rows cannot be stored", got=type(strangers[0]).__name__, expected=f"rows of {record.__name__}"
+            "these rows cannot be stored", got=type(others[0]).__name__, expected=f"rows of {record.__name__}"
         )
     schema = arrow_schema(record)
     if not rows:
@@ -38,7 +38,7 @@ def table_of(rows: Sequence[Any], record: type) -> pa.Table:
     columns = {}
     for field in schema:
         try:
-            # Types are inferred first: asked for int64, Arrow would cut 1.5 down to 1.
+            # The type is inferred first: given the type int64, Arrow would truncate 1.5 to 1.
             columns[field.name] = pa.array([row[field.name] for row in values])
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise _misfit("these rows", field, str(error)) from error
@@ -66,27 +66,27 @@ def encode_table(table: pa.Table, record: type) -> bytes:
 def read_table(data: bytes, record: type, *, name: str = "this file") -> pa.Table:
     """The table in a Parquet file called ``name``, with exactly the schema of ``record``.
 
-    An integer column is read as floating point where the schema says so, and a missing column that the record has a
-    default for as that default: files of earlier schemas lack it. Raises ``IntegrityError`` naming the file (and the
-    column) for anything else: damage, another type, a missing or unknown column, a newer schema version, or more rows
-    than fit in 128 MiB. A file of another writer has no seal and is read with the checks that Parquet itself offers.
+    An integer column is read as floating point if the schema says so. A missing column gets the default of the record,
+    because files of earlier schemas lack it. Raises ``IntegrityError`` naming the file (and the column) for anything
+    else: damage, another type, a missing or unknown column, a newer schema version, or more rows than fit in 128 MiB.
+    A file of another writer has no seal and is read with the checks that Parquet itself offers.
     """
     schema = arrow_schema(record)
     check_seal(data, name)
     try:
-        file = _open(data)
-        found = file.schema_arrow
+        file = open_parquet(data)
+        stored = file.schema_arrow
         _check_claims(file.metadata, schema, name)
-        _check_labels(found.metadata or {}, record, name)
-        _check_columns(found, schema, _defaults(record), name)
-        # Also where the file does not ask for it: repeated text must stay one value while it is decoded.
-        encoded = [field.name for field in _text_fields(schema) if field.name in found.names]
-        table = _open(data, read_dictionary=encoded, metadata=file.metadata).read(use_threads=False)
+        _check_labels(stored.metadata or {}, record, name)
+        _check_columns(stored, schema, _defaults(record), name)
+        # Text is decoded as a dictionary even if the file was not written so: repeated text stays one value in memory.
+        encoded = [field.name for field in _text_fields(schema) if field.name in stored.names]
+        table = open_parquet(data, read_dictionary=encoded, metadata=file.metadata).read(use_threads=False)
     except IntegrityError:
         raise
-    # A damaged footer surfaces as whatever the decoder stumbles over: ArrowException, OSError, MemoryError, ...
+    # A damaged footer can raise any error in the decoder: ArrowException, OSError, MemoryError, ...
     except Exception as error:
-        raise _damaged(name, f"{type(error).__name__}: {error}"[:300]) from error
+        raise damaged(name, f"{type(error).__name__}: {error}") from error
     _check_versions(table, name)
     return conform(table, record, name=name)
 
@@ -116,7 +116,7 @@ def conform(table: pa.Table, record: type, *, name: str) -> pa.Table:
 
 
 def _defaults(record: type) -> dict[str, Any]:
-    """What a missing column holds; never its schema version, which is not the file's."""
+    """The values of missing columns; a missing schema version gets none, because it differs from file to file."""
     return {
         entry.name: entry.default
         for entry in fields(record)
@@ -124,45 +124,46 @@ def _defaults(record: type) -> dict[str, Any]:
     }
 
 
-def _convert(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    if column.type == wanted:
+def _convert(column: pa.ChunkedArray, declared: pa.DataType) -> pa.ChunkedArray:
+    if column.type == declared:
         return column
-    if pa.types.is_dictionary(wanted) and not pa.types.is_null(column.type):
+    if pa.types.is_dictionary(declared) and not pa.types.is_null(column.type):
         plain = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
-        return plain.cast(wanted)
-    return column.cast(wanted)
+        return plain.cast(declared)
+    return column.cast(declared)
 
 
-def _check_columns(found: pa.Schema, schema: pa.Schema, defaults: dict[str, Any], name: str) -> None:
-    """By the schemas alone, so that nothing is decoded for a file that does not fit."""
-    repeated = {column for column in found.names if found.names.count(column) > 1}
+def _check_columns(stored: pa.Schema, schema: pa.Schema, defaults: dict[str, Any], name: str) -> None:
+    """Check the schemas alone, so that nothing is decoded for a file that does not fit."""
+    repeated = {column for column in stored.names if stored.names.count(column) > 1}
     for problem, columns in (
         ("has a column twice", repeated),
-        ("has an unknown column", set(found.names) - set(schema.names)),
+        ("has an unknown column", set(stored.names) - set(schema.names)),
     ):
         if columns:
             raise IntegrityError(
                 f"{name} {problem}", got=", ".join(sorted(columns))[:300], expected="the columns of its schema"
             )
     for field in schema:
-        if field.name in found.names:
-            if not _is_readable_as(found.field(field.name).type, field):
-                raise _misfit(name, field, str(found.field(field.name).type))
+        if field.name in stored.names:
+            if not _is_readable_as(stored.field(field.name).type, field):
+                raise _misfit(name, field, str(stored.field(field.name).type))
         elif not field.nullable and field.name not in defaults:
             raise IntegrityError(f"{name} lacks the column {field.name}", expected=f"{field.name} of {field.type}")
 
 
-def _is_readable_as(found: pa.DataType, field: pa.Field) -> bool:
-    wanted = field.type
-    if pa.types.is_null(found):
+def _is_readable_as(stored: pa.DataType, field: pa.Field) -> bool:
+    declared = field.type
+    if pa.types.is_null(stored):
         return bool(field.nullable)
-    if pa.types.is_dictionary(wanted):
-        plain = found.value_type if pa.types.is_dictionary(found) else found
+    if pa.types.is_dictionary(declared):
+        plain = stored.value_type if pa.types.is_dictionary(stored) else stored
         return bool(pa.types.is_string(plain) or pa.types.is_large_string(plain))
-    return found == wanted or bool(pa.types.is_floating(wanted) and pa.types.is_integer(found))
+    return stored == declared or bool(pa.types.is_floating(declared) and pa.types.is_integer(stored))
 
 
-def _open(data: bytes, **options: Any) -> pq.ParquetFile:
+def open_parquet(data: bytes, **options: Any) -> pq.ParquetFile:
+    """The Parquet file, with page checksums verified and limits on the sizes that its footer may claim."""
     return pq.ParquetFile(
         pa.BufferReader(data),
         thrift_string_size_limit=_MAX_THRIFT_BYTES,
@@ -178,18 +179,18 @@ def _text_fields(schema: pa.Schema) -> list[pa.Field]:
 
 def _check_claims(metadata: Any, schema: pa.Schema, name: str) -> None:
     if not 0 < metadata.num_columns <= _MAX_COLUMNS:
-        raise _damaged(name, f"{metadata.num_columns} columns")
-    # Nothing is asked of single columns here: on a damaged footer that aborts the process.
+        raise damaged(name, f"{metadata.num_columns} columns")
+    # Single columns are not read here: on a damaged footer that aborts the process.
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     rows = sum(group.num_rows for group in groups)
     if rows != metadata.num_rows or any(group.num_rows < 0 for group in groups):
-        raise _damaged(name, f"{metadata.num_rows} rows in all, {rows} in its groups")
+        raise damaged(name, f"{metadata.num_rows} rows in all, {rows} in its groups")
     encoded = sum(group.total_byte_size for group in groups)
     _check_size(name, rows=rows, columns=max(metadata.num_columns, len(schema)), encoded=encoded)
 
 
 def _check_size(name: str, *, rows: int, columns: int, encoded: int) -> None:
-    """Rows times width: the sizes in a footer describe the encoded data, which says little about memory."""
+    """Check rows times width, because the sizes in a footer are those of the encoded data, not those in memory."""
     if max(rows * columns * _BYTES_OF_A_VALUE, encoded) > _MAX_DECODED_BYTES:
         raise IntegrityError(
             f"{name} is too large",
@@ -223,24 +224,13 @@ def _check_version(version: int, name: str) -> None:
         )
 
 
-def _damaged(name: str, got: str) -> IntegrityError:
-    return IntegrityError(
-        f"{name} is damaged",
-        got=got,
-        expected="an undamaged Parquet file",
-        fix="set it aside and measure its cell again",
-    )
-
-
 def _misfit(name: str, field: pa.Field, got: str) -> IntegrityError:
     optional = ", or null" if field.nullable else ""
     return IntegrityError(
-        f"{name}: column {field.name} does not fit", got=got[:300], expected=f"values of {_plain(field.type)}{optional}"
+        f"{name}: column {field.name} does not fit",
+        got=got[:300],
+        expected=f"values of {_plain_type(field.type)}{optional}",
     )
-
-
-def _plain(kind: pa.DataType) -> str:
-    return str(_plain_type(kind))
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:

@@ -1,4 +1,4 @@
-"""Published artifacts: a version is claimed, filled, and made visible by its manifest, then an alias points at it."""
+"""Published artifacts: a version is claimed, filled, and made visible by its manifest, then an alias points to it."""
 
 import hashlib
 import uuid
@@ -43,8 +43,8 @@ _MAX_HISTORY = 1_000
 class Registry:
     """Artifacts at a URL, as ``<name>/<version>/`` with the version an increasing integer.
 
-    A version exists when its ``manifest.json`` does, which is written last and once; what a crash leaves behind is a
-    claimed number that stays unused. Every name follows one pattern, so none can lead outside the registry.
+    A version exists if its ``manifest.json`` does, which is written last and once; a crash leaves a claimed number
+    behind, which stays unused. Every name follows one pattern, so no name can lead out of the registry.
     """
 
     def __init__(self, url: str | Path, *, timeout_s: float | None = None) -> None:
@@ -62,10 +62,10 @@ class Registry:
         alias: str | None = "champion",
         version: int | None = None,
     ) -> ArtifactManifest:
-        """Publish ``files`` and point ``alias`` at them; ``describe(version, files)`` makes the manifest.
+        """Publish ``files`` and point ``alias`` to them; ``describe(version, files)`` makes the manifest.
 
-        Without ``version`` the next free integer is taken. Raises ``VersionExistsError`` when ``version`` is taken,
-        ``InputError`` for names or files that cannot be published, and what ``Store`` raises.
+        Without ``version`` the next free integer is used. Raises ``VersionExistsError`` if ``version`` is taken,
+        ``InputError`` for names or files that cannot be published, and the errors of ``Store``.
         """
         check_name(name)
         if alias is not None:
@@ -83,7 +83,7 @@ class Registry:
         except BaseException:
             self._abandon(folder, listed)
             raise
-        # From here on nothing is undone: after a lost answer the manifest may be there and the version visible.
+        # From here on nothing is undone: if the answer is lost, the manifest may be there and the version visible.
         self._store.create_bytes(f"{folder}/{MANIFEST}", document)
         if alias is not None:
             self._point(name, alias, version)
@@ -92,7 +92,7 @@ class Registry:
     def resolve(self, reference: str) -> tuple[str, int]:
         """(name, version) of ``name`` (its champion), ``name@3`` or ``name@alias``.
 
-        Raises ``InputError`` for a malformed reference, ``NotFoundError`` for what is not there, ``IntegrityError``
+        Raises ``InputError`` for a malformed reference, ``NotFoundError`` for a missing artifact, ``IntegrityError``
         for a broken alias file.
         """
         name, version, alias = parse_reference(reference)
@@ -105,9 +105,9 @@ class Registry:
     def load(self, reference: str, *, only: Collection[str] | None = None) -> tuple[ArtifactManifest, dict[str, bytes]]:
         """The manifest and the content of its files, each checked before it is returned.
 
-        ``only`` names the files whose content is wanted: of the others no more is checked than that the manifest
-        names them. Raises ``IntegrityError`` naming every file that is missing, changed, too large, or not in the
-        manifest, and as ``resolve``.
+        ``only`` names the files to read; of the others only the names are compared with the manifest. Raises
+        ``IntegrityError`` naming every file that is missing, changed, too large, or not in the manifest, and as
+        ``resolve``.
         """
         manifest = self.manifest(reference)
         folder = f"{manifest.name}/{manifest.version}"
@@ -141,7 +141,7 @@ class Registry:
         return manifest, files
 
     def verify(self, reference: str) -> ArtifactManifest:
-        """The manifest, after checking everything ``load`` checks."""
+        """The manifest, after all checks of ``load``."""
         return self.load(reference)[0]
 
     def manifest(self, reference: str) -> ArtifactManifest:
@@ -159,26 +159,26 @@ class Registry:
         return sorted({name for name, _ in self._complete("")})
 
     def versions(self, name: str) -> list[int]:
-        """Visible versions of ``name``, ascending; empty when there are none."""
+        """Visible versions of ``name``, ascending."""
         return sorted(version for _, version in self._complete(check_name(name)))
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Aliases of ``name`` and the versions they point to; raises ``IntegrityError`` for a broken alias file."""
+        """Aliases of ``name`` and their versions; raises ``IntegrityError`` for a broken alias file."""
         return {alias: self._read_alias(name, alias)[0] for alias in self._alias_names(check_name(name))}
 
     def set_alias(self, name: str, alias: str, version: int) -> None:
-        """Point ``alias`` at ``version`` and remember where it pointed before.
+        """Point ``alias`` to ``version`` and remember the version before it.
 
-        Of two moves at the same moment the last one stays. Raises ``NotFoundError`` for a version that is not there.
+        Of two moves at the same moment the last one stays. Raises ``NotFoundError`` for a missing version.
         """
         check_alias(alias)
         self.resolve(f"{check_name(name)}@{check_version(version)}")
         self._point(name, alias, version)
 
     def roll_back(self, name: str, alias: str = "champion") -> int:
-        """Point ``alias`` at the version it pointed to before, and return that; repeated calls walk further back.
+        """Point ``alias`` to the version before the current one and return it; repeated calls go further back.
 
-        Raises ``NotFoundError`` when there is no earlier version.
+        Raises ``NotFoundError`` if there is no earlier version.
         """
         version, history = self._read_alias(check_name(name), check_alias(alias))
         if not history:
@@ -186,7 +186,7 @@ class Registry:
                 f"{name}@{alias} has no earlier version",
                 got=f"version {version}",
                 expected="an alias that was moved at least once",
-                fix="point it at a version by `precision-time registry alias`",
+                fix="point it to a version by `precision-time registry alias`",
             )
         *history, earlier = history
         self.resolve(f"{name}@{earlier}")
@@ -194,7 +194,7 @@ class Registry:
         return earlier
 
     def _claim(self, name: str, version: int | None) -> int:
-        """Reserve a version: exclusive creation lets one publisher have it."""
+        """Reserve a version: exclusive creation gives it to one publisher."""
         token = uuid.uuid4().hex.encode()
         if version is not None:
             try:
@@ -203,15 +203,15 @@ class Registry:
                 raise VersionExistsError(
                     f"{name}@{version} is published, being published, or was left unfinished",
                     got=f"version {version}",
-                    expected="a version that nobody has taken",
+                    expected="a version that is free",
                     fix="leave the version out to get the next free one",
                 ) from error
             return version
         first = max(self.versions(name), default=0) + 1
-        # Claims of others, also unfinished ones, are not in the listing: step over them.
+        # Claims of other publishers, unfinished ones too, are not in the listing: skip them.
         for candidate in range(first, first + _MAX_CLAIMS):
             claim = f"{name}/{candidate}/{_CLAIM}"
-            # Looking is cheaper than losing; only the creation decides.
+            # Asking is cheaper than a failed creation; only the creation decides.
             if self._store.exists(claim):
                 continue
             try:
@@ -222,7 +222,7 @@ class Registry:
         raise StorageError(f"no free version of {name} was found", got=f"{_MAX_CLAIMS} claimed versions")
 
     def _abandon(self, folder: str, files: tuple[ArtifactFile, ...]) -> None:
-        """Take back an unfinished version as far as the store lets us; the claim last, it guards the rest."""
+        """Remove an unfinished version as far as the store allows; the claim goes last, because it guards the rest."""
         for path in [*(file.path for file in files), _CLAIM]:
             try:
                 self._store.remove(f"{folder}/{path}")
@@ -232,15 +232,15 @@ class Registry:
                 return
 
     def _complete(self, prefix: str) -> set[tuple[str, int]]:
-        found = set()
+        complete = set()
         for path in self._store.list_files(prefix):
             parts = path.split("/")
             version = (
                 parse_version(parts[1]) if len(parts) == 3 and parts[2] == MANIFEST and is_name(parts[0]) else None
             )
             if version is not None:
-                found.add((parts[0], version))
-        return found
+                complete.add((parts[0], version))
+        return complete
 
     def _alias_names(self, name: str) -> list[str]:
         paths = [PurePosixPath(path) for path in self._store.list_files(f"{name}/aliases")]

@@ -1,4 +1,4 @@
-"""Stores that fsspec reaches: S3 and memory."""
+"""Stores on S3 and in memory, through fsspec."""
 
 import ipaddress
 import threading
@@ -17,13 +17,7 @@ from precision_time.storage.errors import (
     UnreachableError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import (
-    Store,
-    check_path,
-    check_size,
-    is_hidden,
-    storage_error,
-)
+from precision_time.storage.store import Store, check_path, check_size, is_hidden, storage_error
 
 __all__ = ["RemoteStore", "check_endpoint"]
 
@@ -31,18 +25,18 @@ __all__ = ["RemoteStore", "check_endpoint"]
 _MEMORY_LOCK = threading.Lock()
 
 _CONFLICT_TRIES = 5
-#: For one file where no time-out was asked for: the largest of an artifact, over a slow line.
-MOST_WRITE_S = 600.0
+# The time-out of a write if the caller gave none: enough for the largest file of an artifact over a slow line.
+_MOST_WRITE_S = 600.0
 _AMAZON = ("amazonaws.com", "amazonaws.com.cn")
-#: Answers by which a server, or what stands before it, says that it cannot serve now.
+#: HTTP statuses of a server, or of a proxy in front of it, that cannot serve now.
 _OUT_OF_SERVICE = {500, 502, 503, 504}
 
 
 def check_endpoint(url: str) -> None:
-    """Refuse an S3 server that nobody allowed, wherever its address came from.
+    """Refuse an S3 server that is not allowed, wherever its address came from.
 
-    Amazon's hosts and this machine are allowed, and the hosts that ``configuration.allowed_hosts`` names; there
-    ``.example.org`` stands for every host below it. Raises ``InputError`` for any other.
+    Allowed are Amazon's hosts, this machine, and the hosts of ``configuration.allowed_hosts``, where ``.example.org``
+    stands for every host below it. Raises ``InputError`` for any other.
     """
     try:
         host = (urlsplit(url).hostname or "").rstrip(".").casefold()
@@ -64,20 +58,20 @@ def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        # Only dotted decimal: 2130706433 and 0177.0.0.1 are no addresses here, though a resolver may take them.
+        # Only dotted decimal counts as an address: not 2130706433 or 0177.0.0.1, which a resolver may accept.
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
 class RemoteStore(Store):
-    """A prefix of an S3 bucket or of fsspec's process-wide memory. One PUT is whole or absent by itself."""
+    """A prefix of an S3 bucket or of fsspec's process-wide memory. One PUT is whole or absent, without further care."""
 
     def __init__(self, kind: str, base: str, *, timeout_s: float | None = None) -> None:
         super().__init__(f"{kind}://{base}")
         self.is_remote = kind == "s3"
         self._base = f"/{base}".rstrip("/") if kind == "memory" else base
-        # Listings must show what other processes wrote, so nothing is cached.
+        # Listings must show the files that other processes wrote, so nothing is cached.
         options: dict[str, Any] = {"use_listings_cache": False} if kind == "s3" else {}
         if kind == "s3" and timeout_s is not None:
             options["config_kwargs"] = {
@@ -85,15 +79,15 @@ class RemoteStore(Store):
                 "read_timeout": timeout_s,
                 "retries": {"total_max_attempts": 1},
             }
-        # A PUT waits for the server's leave to send its body (Expect: 100-continue), and no time-out of the library's
-        # own ends that.
-        self._write_options: dict[str, Any] = {"timeout": timeout_s or MOST_WRITE_S} if kind == "s3" else {}
+        # A PUT waits until the server agrees to receive the body (Expect: 100-continue); the library has no time-out
+        # for that wait.
+        self._write_options: dict[str, Any] = {"timeout": timeout_s or _MOST_WRITE_S} if kind == "s3" else {}
         try:
             import fsspec
 
             self._files: Any = fsspec.filesystem(kind, **options)
             if timeout_s is not None:
-                # s3fs tries again by itself; the instance is shared by those who ask with this time-out only.
+                # s3fs has retries of its own; this instance is shared only by stores with the same time-out.
                 self._files.retries = 1
         except ImportError as error:
             raise InputError(
@@ -109,7 +103,7 @@ class RemoteStore(Store):
         full = self._locate(path)
         with self._translated("read", path):
             if max_bytes is not None:
-                # Asked first, so that an endless object is not fetched to learn that it is one.
+                # The size is read first, so that an oversized object is not fetched.
                 check_size(b"", path, max_bytes=max_bytes)
                 size = self._files.info(full)["size"]
                 if size > max_bytes:
@@ -136,7 +130,7 @@ class RemoteStore(Store):
                     raise VersionExistsError(
                         "this file exists already", got=f"{self.url}/{path}", expected="a name that is free"
                     ) from error
-                # S3 answers 409 while another conditional write is under way: its outcome decides.
+                # S3 answers 409 while another conditional write is under way, whose outcome decides.
                 if code not in ("ConditionalRequestConflict", "409") or attempt + 1 == _CONFLICT_TRIES:
                     raise
                 time.sleep(0.1 * 2**attempt)
@@ -153,13 +147,13 @@ class RemoteStore(Store):
         start = self._locate(prefix) if prefix else self._base
         with self._translated("read", prefix):
             try:
-                found = self._files.find(start, detail=True)
+                entries = self._files.find(start, detail=True)
             except FileNotFoundError:
-                found = {}
+                entries = {}
         root = self._base.lstrip("/")
         skip = len(root) + 1 if root else 0
         below = f"{prefix}/" if prefix else ""
-        sizes = {name.lstrip("/")[skip:]: int(entry["size"]) for name, entry in found.items()}
+        sizes = {name.lstrip("/")[skip:]: int(entry["size"]) for name, entry in entries.items()}
         return {name: size for name, size in sizes.items() if name.startswith(below) and name and not is_hidden(name)}
 
     def exists(self, path: str) -> bool:
@@ -169,7 +163,7 @@ class RemoteStore(Store):
 
     def remove(self, path: str) -> None:
         """See ``Store``."""
-        # S3 deletes what is not there without a word.
+        # S3 reports no error for a file that is not there.
         if not self.exists(path):
             raise NotFoundError("there is no such file", got=f"{self.url}/{path}")
         with self._translated("removed", path):
@@ -195,7 +189,7 @@ class RemoteStore(Store):
             self._raise_translated(error, action, path)
 
     def _check_server(self) -> None:
-        """Before the first request: the address may come from the environment or from files of several libraries."""
+        """Check the server before the first request: its address may come from the environment or from many files."""
         if not self._is_checked:
             self._files.connect()
             check_endpoint(self._files.s3.meta.endpoint_url)
@@ -222,7 +216,7 @@ def _lock(kind: str) -> Iterator[None]:
 
 
 def _is_unanswered(error: BaseException) -> bool:
-    """Whether ``error`` says that no connection came about, that it broke, or that the server cannot serve now."""
+    """Whether ``error`` means that no connection was made, that it broke, or that the server cannot serve now."""
     from aiohttp import ClientError
     from botocore import exceptions  # type: ignore[import-untyped]
 
@@ -237,7 +231,7 @@ def _response_code(error: BaseException | None) -> str:
 
 
 def _response(error: BaseException | None) -> dict[str, Any]:
-    """What S3 answered, wherever in the chain it is kept; empty when it did not."""
+    """The answer of S3 in ``error`` or one of its causes; empty if S3 did not answer."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):

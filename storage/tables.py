@@ -1,4 +1,4 @@
-"""Tables of measurements from anywhere: CSV or Parquet into a data frame, checked, joined, and written as Parquet."""
+"""Tables of measurements: read CSV or Parquet into a data frame, check it, append it, and write Parquet."""
 
 import csv
 import io
@@ -8,9 +8,10 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from precision_time.storage.errors import InputError, IntegrityError
-from precision_time.storage.filesystem import Store, open_store
-from precision_time.storage.seal import check_seal
+from precision_time.storage.errors import InputError
+from precision_time.storage.filesystem import open_store
+from precision_time.storage.seal import check_seal, damaged
+from precision_time.storage.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,9 +53,9 @@ _SHOWN = 5
 def read_table(path: str | Path, *, text: Collection[str] = TEXT_COLUMNS) -> "pd.DataFrame":
     """The table in a CSV or Parquet file at a path or URL.
 
-    A column is read as numbers when every cell that is not blank is one and it is not among ``text``; then a blank
-    is NaN, elsewhere the empty text. Raises ``NotFoundError``; ``InputError`` for a file that is empty, no table, or
-    ragged, naming the line; ``IntegrityError`` for a damaged Parquet file.
+    A column that is not in ``text`` is read as numbers if every cell is a number or blank. A blank cell is NaN among
+    numbers and the empty text elsewhere. Raises ``NotFoundError``; ``InputError`` for a file that is empty, no table,
+    or ragged, naming the line; ``IntegrityError`` for a damaged Parquet file.
     """
     store, name = _locate(path)
     data = store.read_bytes(name, max_bytes=_MAX_FILE_BYTES)
@@ -68,8 +69,8 @@ def read_table(path: str | Path, *, text: Collection[str] = TEXT_COLUMNS) -> "pd
 def write_table(path: str | Path, frame: "pd.DataFrame") -> None:
     """Write ``frame`` as Parquet (zstd, page checksums, sealed), whole or not at all; equal frames give equal bytes.
 
-    Columns hold text (blank for a missing value), numbers or truth values and are named by identifiers. Raises
-    ``InputError`` for others, else as ``Store.write_bytes``.
+    Columns hold text (blank for a missing value), numbers or truth values, and their names are identifiers. Raises
+    ``InputError`` for other columns, else as ``Store.write_bytes``.
     """
     import pyarrow as pa
 
@@ -98,7 +99,7 @@ def check_columns(frame: "pd.DataFrame", *, where: str, needed: Iterable[str] = 
 
 
 class ImportCounts(NamedTuple):
-    """What became of the rows of an import: read in all, added, skipped as already there, and now in the table."""
+    """The rows of an import: read, added, skipped because they are in the table already, and total of the table now."""
 
     read: int
     added: int
@@ -109,9 +110,9 @@ class ImportCounts(NamedTuple):
 def import_rows(source: str | Path, *, into: str | Path) -> ImportCounts:
     """Append the rows of a CSV or Parquet file to the Parquet table at ``into`` (made if missing), all or none.
 
-    A row that is already there with the same content is skipped. Raises ``InputError`` naming the columns that are
-    missing, rows whose id is empty, repeated, or taken by a row of other content, and cells that are not positive
-    numbers; then the table at ``into`` is as it was.
+    A row that is in the table already is skipped. Raises ``InputError`` naming missing columns, rows whose id is
+    empty, repeated, or taken by a row of other content, and cells that are not positive numbers; the table at
+    ``into`` then stays as it was.
     """
     import pandas as pd
 
@@ -157,7 +158,7 @@ def _locate(path: str | Path) -> tuple[Store, str]:
     if "://" in text or text.startswith("file:"):
         folder, _, name = text.rpartition("/")
         return open_store(folder), name
-    # A link may lead anywhere: the user named this file, and only this one is read.
+    # A link may lead anywhere: the user named this file, so its target is read, and nothing else.
     full = Path(text).expanduser().resolve()
     if not full.name:
         raise InputError("this is no file", got=repr(text), expected="the path of a CSV or Parquet file")
@@ -198,9 +199,9 @@ def _as_numbers(cells: "pd.Series[Any]") -> "pd.Series[Any]":
     import pandas as pd
 
     stripped = cells.str.strip()
-    given = stripped.ne("")
-    numbers = pd.to_numeric(stripped.where(given), errors="coerce").astype(float)
-    return numbers if bool(given.any()) and bool(numbers.notna().eq(given).all()) else cells
+    filled = stripped.ne("")
+    numbers = pd.to_numeric(stripped.where(filled), errors="coerce").astype(float)
+    return numbers if bool(filled.any()) and bool(numbers.notna().eq(filled).all()) else cells
 
 
 def _read_parquet(data: bytes, where: str) -> "pd.DataFrame":
@@ -208,12 +209,10 @@ def _read_parquet(data: bytes, where: str) -> "pd.DataFrame":
 
     check_seal(data, where)
     try:
-        schema = parquet._open(data).schema_arrow
-    # As in parquet.read_table: a damaged footer surfaces as whatever the decoder stumbles over.
+        schema = parquet.open_parquet(data).schema_arrow
+    # As in parquet.read_table: a damaged footer can raise any error in the decoder.
     except Exception as error:
-        raise IntegrityError(
-            f"{where} is damaged", got=f"{type(error).__name__}: {error}"[:300], expected="a Parquet file"
-        ) from error
+        raise damaged(where, f"{type(error).__name__}: {error}") from error
     kinds = {field.name: _kind_of(field, where) for field in schema}
     frame: pd.DataFrame = parquet.read_table(data, _record(kinds), name=where).to_pandas()
     for column, kind in kinds.items():
@@ -240,10 +239,10 @@ def _kind_of(field: Any, where: str) -> Any:
 
 
 def _record(kinds: dict[str, Any]) -> type:
-    """A record class with these columns: what ``parquet`` encodes and checks by."""
+    """A record class with these columns, as ``parquet`` needs it to encode and check a table."""
     for column in kinds:
         if not column.isidentifier() or keyword.iskeyword(column):
-            raise InputError("this name of a column cannot be stored", got=repr(column), expected="an identifier")
+            raise InputError("this column name cannot be stored", got=repr(column), expected="an identifier")
     return make_dataclass("Table", list(kinds.items()))
 
 
@@ -281,7 +280,7 @@ def _check_ids(ids: "pd.Series[Any]", where: str) -> None:
 
 
 def _with_public_columns(frame: "pd.DataFrame", where: str) -> "pd.DataFrame":
-    """``frame`` with every column of the public table, first, in their order and kinds; raises for bad numbers."""
+    """``frame`` with all columns of the public table first, in their order and types; raises for bad numbers."""
     import numpy as np
     import pandas as pd
 
@@ -293,9 +292,9 @@ def _with_public_columns(frame: "pd.DataFrame", where: str) -> "pd.DataFrame":
             columns[column] = np.nan
             continue
         cells = frame[column]
-        given = cells.astype(str).str.strip().ne("") & cells.notna()
-        numbers = pd.to_numeric(cells.where(given), errors="coerce").astype(float)
-        bad = given & ~(np.isfinite(numbers) & numbers.gt(0))
+        filled = cells.astype(str).str.strip().ne("") & cells.notna()
+        numbers = pd.to_numeric(cells.where(filled), errors="coerce").astype(float)
+        bad = filled & ~(np.isfinite(numbers) & numbers.gt(0))
         if bad.any():
             named = frame["row_id"][bad] + f": {column} = " + cells[bad].astype(str)
             raise InputError(

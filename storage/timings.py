@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,7 +21,7 @@ from precision_time.storage.measurements import MAX_ITERATION_TIME_S, measure_ce
 from precision_time.storage.parquet import conform, encode_table, read_table, table_of
 from precision_time.storage.schema import OPTIONS, CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
 
-__all__ = ["CardKind", "TimingsDataset", "escape_name", "read_table", "unescape_name", "write_fragment"]
+__all__ = ["CardKind", "TimingsDataset", "escape_name", "read_table", "write_fragment"]
 
 CardKind = Literal["hardware", "workloads", "code"]
 
@@ -34,11 +34,11 @@ _MAX_FILE_BYTES = 256 * 2**20
 _MAX_REASON = 2_000
 _READERS = 8
 
-# What makes a file one cell: a mixture would give medians of nothing.
+# Columns with one value in a file: a median over a mixture of cells would mean nothing.
 _SAME_IN_A_CELL = (
     "cell_id", "attempt", "model", "task_input", "requested_precision", "effective_precision", "world_size", "nodes",
     "per_gpu_batch_size", "gradient_accumulation_steps", "strategy", *OPTIONS,
-    # another driver or release is another cell: see GridCell.cell_id
+    # a cell on another driver or release is another cell: see GridCell.cell_id
     "device_type", "gpu", "cpu_model", "cpu_cores", "driver_version", "cuda_version", "framework", "framework_version",
     "backend",
     "tool_version", "code_sha256", "cudnn_allow_tf32",
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 def escape_name(name: str) -> str:
     """``name`` as one safe part of a path: percent-encoded, never hidden, never ``..``, at most 200 bytes.
 
-    ``unescape_name`` gives it back. Raises ``InputError`` for an empty or longer name.
+    ``urllib.parse.unquote`` gives it back. Raises ``InputError`` for an empty or longer name.
     """
     try:
         text = quote(name, safe="")
@@ -72,11 +72,6 @@ def escape_name(name: str) -> str:
     return text
 
 
-def unescape_name(text: str) -> str:
-    """The name that ``escape_name`` turned into ``text``."""
-    return unquote(text, errors="strict")
-
-
 def write_fragment(path: Path, rows: Sequence[IterationTiming]) -> None:
     """Write the rows of one rank to a scratch file, whole or not at all, with checksums.
 
@@ -89,8 +84,8 @@ def write_fragment(path: Path, rows: Sequence[IterationTiming]) -> None:
 class TimingsDataset:
     """Timings, outcomes and cards at a URL.
 
-    Files are never changed: a cell is recorded once, an attempt has one outcome. Readers leave damaged files out and
-    list them in ``problems``; nothing is moved until ``set_aside`` is called.
+    Files are never changed: a cell is recorded once, and an attempt has one outcome. Readers skip damaged files and
+    list them in ``problems``; only ``set_aside`` moves them.
     """
 
     def __init__(self, url: str | Path) -> None:
@@ -102,23 +97,23 @@ class TimingsDataset:
 
     @property
     def problems(self) -> list[tuple[str, str]]:
-        """(path, reason) of what the last ``read``, ``measurements``, ``outcomes`` and ``read_cards`` left out."""
+        """(path, reason) of what the last ``read``, ``measurements``, ``outcomes`` and ``read_cards`` skipped."""
         return self.unsound_files + self._left_out
 
     @property
     def unsound_files(self) -> list[tuple[str, str]]:
-        """Those of ``problems`` that concern a whole file, and that ``set_aside`` is for."""
-        return [problem for found in self._unsound.values() for problem in found]
+        """The ``problems`` that concern a whole file, which ``set_aside`` can move."""
+        return [problem for problems in self._unsound.values() for problem in problems]
 
     def check_writable(self, *, required_bytes: int = 0) -> None:
-        """Raise now what recording would raise later: see ``Store.check_writable``."""
+        """Raise now the error that recording would raise later: see ``Store.check_writable``."""
         self._store.check_writable(required_bytes=required_bytes)
 
     def record(self, rows: pa.Table | Sequence[IterationTiming]) -> int:
-        """Commit all rows of one cell as one file; returns their number, or 0 when the cell was recorded before.
+        """Commit all rows of one cell as one file; returns their number, or 0 if the cell was recorded before.
 
-        Of two recorders of one cell the first is kept. Raises ``IntegrityError`` for rows that are not one attempt at
-        one cell, repeat a step of a rank, or hold a time that is none (NaN, infinite, negative, a zero iteration).
+        Of two writers of one cell the first wins. Raises ``IntegrityError`` for rows that are not one attempt at one
+        cell, that repeat a step of a rank, or that hold an unusable time (NaN, infinite, negative, an iteration of 0).
         """
         if isinstance(rows, pa.Table):
             table = conform(rows, IterationTiming, name="these rows")
@@ -134,9 +129,9 @@ class TimingsDataset:
         return int(table.num_rows)
 
     def record_outcome(self, outcome: CellOutcome) -> bool:
-        """Commit the outcome of one attempt; False when that attempt already had one, which is kept.
+        """Commit the outcome of one attempt; returns False if that attempt already has an outcome, which stays.
 
-        Raises ``InputError`` for a cell id, attempt or status that cannot be one.
+        Raises ``InputError`` for an invalid cell id, attempt or status.
         """
         statuses = typing.get_args(CellStatus)
         if not _CELL_ID.fullmatch(outcome.cell_id) or outcome.attempt < 1 or outcome.status not in statuses:
@@ -154,17 +149,17 @@ class TimingsDataset:
         return True
 
     def recorded_cells(self) -> set[str]:
-        """Ids of the cells that have a file; from names alone, so a damaged file counts until it is set aside."""
-        names = (_CELL_FILE.fullmatch(path.rpartition("/")[2]) for path in self._list(_TIMINGS))
+        """Ids of the cells that have a file; only names are read, so a damaged file counts until it is set aside."""
+        names = (_CELL_FILE.fullmatch(path.rpartition("/")[2]) for path in self._store.list_files(_TIMINGS))
         return {match.group(1) for match in names if match}
 
     def is_empty(self) -> bool:
-        """Whether nothing at all lies here: no timings, outcomes or cards."""
+        """Whether the dataset has no files: no timings, outcomes or cards."""
         return not self._store.list_files()
 
     def next_attempt(self, cell_id: str) -> int:
         """One more than the highest attempt at ``cell_id`` with an outcome; 1 for a new cell."""
-        matches = (_OUTCOME_FILE.fullmatch(path.rpartition("/")[2]) for path in self._list(_OUTCOMES))
+        matches = (_OUTCOME_FILE.fullmatch(path.rpartition("/")[2]) for path in self._store.list_files(_OUTCOMES))
         attempts = [int(match.group(2)) for match in matches if match and match.group(1) == cell_id]
         return max(attempts, default=0) + 1
 
@@ -184,13 +179,13 @@ class TimingsDataset:
     def outcomes(self, *, strict: bool = False, cells: Container[str] | None = None) -> list[CellOutcome]:
         """All outcomes or those of ``cells``, by cell and attempt; unsound files as in ``read``."""
         tables = self._read_files(_OUTCOMES, CellOutcome, _check_outcome_file, strict=strict, cells=cells)
-        found = [CellOutcome(**row) for table in tables for row in table.to_pylist()]
-        return sorted(found, key=lambda outcome: (outcome.cell_id, outcome.attempt))
+        outcomes = [CellOutcome(**row) for table in tables for row in table.to_pylist()]
+        return sorted(outcomes, key=lambda outcome: (outcome.cell_id, outcome.attempt))
 
     def measurements(self, *, strict: bool = False, cells: Container[str] | None = None) -> list[Measurement]:
-        """One measurement per recorded cell, or per one of ``cells`` (see ``measure_cells``).
+        """One measurement for each recorded cell, or for each of ``cells`` (see ``measure_cells``).
 
-        What had to be left out is in ``problems``.
+        ``problems`` lists the cells that could not be measured.
         """
         timings = self.read(strict=strict, cells=cells)
         flops = {}
@@ -204,20 +199,20 @@ class TimingsDataset:
         return measured
 
     def snapshot_sha256(self) -> str:
-        """Digest of the timing files that the last ``read`` or ``measurements`` took (read now if none did)."""
+        """Digest of the timing files that the last ``read`` or ``measurements`` used; reads them now if need be."""
         if self._digests is None:
             self.read()
         listed = "".join(f"{digest}  {path}\n" for path, digest in sorted((self._digests or {}).items()))
         return hashlib.sha256(listed.encode()).hexdigest()
 
     def write_card(self, kind: CardKind, name: str, values: dict[str, Any]) -> None:
-        """Write the card ``name``, replacing an earlier one; raises ``InputError`` for what is no finite JSON."""
+        """Write the card ``name``, replacing an earlier one; raises ``InputError`` for values that JSON lacks."""
         self._store.write_bytes(f"{_card_folder(kind)}/{escape_name(name)}.json", dump_json(values))
 
     def read_cards(self, kind: CardKind) -> list[dict[str, Any]]:
         """All sound cards of a kind, by file name; the others are listed in ``problems``."""
         cards, self._unsound[kind] = [], []
-        for path in self._list(_card_folder(kind)):
+        for path in self._store.list_files(_card_folder(kind)):
             try:
                 card = parse_json(self._store.read_bytes(path, max_bytes=MAX_JSON_BYTES), name=path)
                 if not isinstance(card, dict):
@@ -230,15 +225,15 @@ class TimingsDataset:
         return cards
 
     def write_trace(self, cell_id: str, data: bytes) -> None:
-        """Keep the gzipped Chrome trace of a cell as ``traces/v1/cell-ID.json.gz``."""
+        """Store the gzipped Chrome trace of a cell as ``traces/v1/cell-ID.json.gz``."""
         self._store.write_bytes(f"{_TRACES}/cell-{cell_id}.json.gz", data)
 
     def trace_bytes(self) -> int:
-        """What all traces here take on disk."""
+        """The total size of all traces."""
         return self._store.total_bytes(_TRACES)
 
     def check(self) -> list[tuple[str, str]]:
-        """Read everything; (path, reason) of each file and step that cannot be used."""
+        """Read everything; returns (path, reason) of each file and step that cannot be used."""
         self.measurements()
         self.outcomes()
         self.read_cards("hardware")
@@ -247,24 +242,22 @@ class TimingsDataset:
     def set_aside(self, path: str, reason: str) -> str:
         """Move an unsound file to ``quarantine/``, with the reason beside it, so that its cell is measured again.
 
-        Returns where it went. Raises ``NotFoundError`` when it is gone, ``InputError`` for a path that is none of ours.
+        Returns the new path. Raises ``NotFoundError`` if the file is gone, ``InputError`` for a path outside the
+        folders of the dataset.
         """
         folders = (_TIMINGS, _OUTCOMES, *map(_card_folder, typing.get_args(CardKind)))
         if not path.startswith(tuple(f"{folder}/" for folder in folders)):
             raise InputError("this file is not part of the dataset", got=repr(path), expected=f"one of {folders}")
-        taken = 0
+        number = 0
         while True:
-            target = f"{_QUARANTINE}/{path}.{taken}" if taken else f"{_QUARANTINE}/{path}"
+            target = f"{_QUARANTINE}/{path}.{number}" if number else f"{_QUARANTINE}/{path}"
             try:
                 self._store.move(path, target)
             except VersionExistsError:
-                taken += 1
+                number += 1
                 continue
             self._store.write_bytes(f"{target}.reason.json", dump_json({"path": path, "reason": reason[:_MAX_REASON]}))
             return target
-
-    def _list(self, folder: str) -> list[str]:
-        return self._store.list_files(folder)
 
     def _read_files(
         self,
@@ -287,10 +280,10 @@ class TimingsDataset:
                 return None
             return table, hashlib.sha256(data).hexdigest()
 
-        paths = [path for path in self._list(folder) if cells is None or _cell_of(path) in cells]
+        paths = [path for path in self._store.list_files(folder) if cells is None or _cell_of(path) in cells]
         problems = self._unsound[folder] = []
         tables = []
-        # A round trip for each file: what S3 is slow at, and what threads hide.
+        # Each file is a round trip, which is slow on S3: threads overlap them.
         with ThreadPoolExecutor(_READERS) as pool:
             for path, result in zip(paths, pool.map(read, paths), strict=True):
                 if result is None:
@@ -308,7 +301,7 @@ class TimingsDataset:
 
 
 def _cell_of(path: str) -> str:
-    """The cell id in the name of a file of ours, by which files are chosen without reading them."""
+    """The cell id in the file name, so that files are chosen without reading them."""
     return path.rpartition("/")[2][len("cell-") :][:16]
 
 
@@ -345,7 +338,7 @@ def _check_cell(table: pa.Table, name: str) -> str:
 
 
 def _check_times(table: pa.Table) -> None:
-    """What is recorded once is kept for ever, so a time that is none is refused here."""
+    """Refuse unusable times: a recorded file is never corrected."""
     iteration = table.column("iteration_time_s")
     usable = pc.and_(pc.greater(iteration, 0.0), pc.less_equal(iteration, MAX_ITERATION_TIME_S))
     _refuse_unless(usable, iteration, "a positive time of at most a day")
@@ -359,7 +352,7 @@ def _check_times(table: pa.Table) -> None:
 def _refuse_unless(
     usable: pa.ChunkedArray, values: pa.ChunkedArray, expected: str, *, name: str = "iteration_time_s"
 ) -> None:
-    # NaN compares false, null stays null: a part that was not measured is no fault.
+    # NaN compares false and is refused; null, a part that was not measured, stays null and passes.
     bad = values.filter(pc.invert(usable))
     if len(bad):
         raise IntegrityError(

@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import Communicator, MpiCommunicator, OneProcess
+from precision_time.casgd.communicator import Communicator, OneProcess
 from precision_time.casgd.errors import CommunicationError
+from precision_time.casgd.gram import packed_gram_words
+from precision_time.casgd.mpi import MpiCommunicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.precision import find_policy
-from precision_time.casgd.problem import Options, Problem, Solution
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule, Solution
 from precision_time.storage.schema import IterationTiming
 from precision_time.storage.timings import write_fragment
 from precision_time.tasks.casgd_cells.cells import REPEAT_S, GlmCell, glm_environment, phases_of
@@ -142,7 +143,8 @@ def _row_of(
     forward_s, backward_s, optimizer_s = phases_of(parts)
     warm = step < job.limits.warmup_steps
     word_bytes = 8 if cell.policy == "fp64" else 4
-    reduced = cell.batch_size**2 * cell.s * (cell.s - 1) // 2 + cell.s * cell.batch_size
+    block_rows = cell.s * cell.batch_size
+    reduced = packed_gram_words(block_rows, cell.batch_size) + block_rows
     return IterationTiming(
         cell_id=job.cell_id,
         attempt=job.attempt,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from precision_time.predictor.answering.artifact import PublishedPredictor
 from precision_time.storage.errors import NotFoundError, StorageError
 from precision_time.storage.exclusive import hold_exclusively
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
 from precision_time.storage.manifests import ArtifactManifest, check_alias, check_name
 from precision_time.storage.registry import Registry
+from precision_time.storage.store import Store
 from precision_time.tasks.publishing.publish import find_champion, is_trained_on, trained_rows
 from precision_time.tasks.publishing.retraining_memory import Notes
 from precision_time.tasks.publishing.train import Snapshot

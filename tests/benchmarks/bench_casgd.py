@@ -1,9 +1,9 @@
-"""How CA-SGD compares on one process: a plain NumPy loop, scikit-learn; run: python tests/benchmarks/bench_casgd.py
+"""CA-SGD on one process against a NumPy loop and scikit-learn; run: python tests/benchmarks/bench_casgd.py
 
 Prints two tables, both of seconds (smallest of several repeats): an epoch at s = 1 beside the straightforward NumPy
 loop (aim: at most 1.3 times), and whole fits beside scikit-learn's SGDClassifier and LogisticRegression(lbfgs) with
-the loss and the accuracy reached. Communication avoidance cannot help on one process: s > 1 only adds work there, and
-for these convex problems lbfgs is the better choice. Set OMP_NUM_THREADS=1 to compare one core with one core.
+their loss and accuracy. Communication avoidance cannot help on one process: s > 1 only adds work there, and for these
+convex problems lbfgs is the better choice. Set OMP_NUM_THREADS=1 to compare one core with one core.
 """
 
 import json
@@ -17,16 +17,14 @@ from sklearn.linear_model import LogisticRegression, SGDClassifier
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.objectives import LOGISTIC
-from precision_time.casgd.problem import Options, Problem, batch_order
-from precision_time.casgd.schedules import Schedule
-from precision_time.casgd.sgd import run_sgd
+from precision_time.casgd.problem import Options, Problem, Schedule, batch_order
 
 L2 = 1e-4
 SHAPES = ((100_000, 28), (10_000, 2000))
 
 
 def run_plain_numpy(x: np.ndarray, y: np.ndarray, *, eta0: float, batch_size: int, epochs: int) -> np.ndarray:
-    """The loop that one writes first: logistic loss, L2, intercept, constant step, the types of x."""
+    """The simplest loop: logistic loss, L2, intercept, constant step, the type of x."""
     number = x.dtype.type
     weights, intercept = np.zeros(x.shape[1], dtype=x.dtype), number(0)
     for epoch in range(epochs):
@@ -42,7 +40,7 @@ def run_plain_numpy(x: np.ndarray, y: np.ndarray, *, eta0: float, batch_size: in
 
 
 def time_best(job: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """Smallest wall seconds of ``job``, and what it gave last."""
+    """Smallest wall seconds of ``job``, and its last result."""
     best, result = np.inf, None
     for _ in range(repeats):
         began = time.perf_counter()
@@ -59,7 +57,7 @@ def make_data(m: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compare_epochs(x: np.ndarray, y: np.ndarray, *, repeats: int) -> list[dict[str, Any]]:
-    """Seconds of an epoch: the plain loop, ours at s = 1, and ours at s = 8 to show what it costs without a network."""
+    """Seconds of an epoch: the NumPy loop, CA-SGD at s = 1, and at s = 8 to show its cost without a network."""
     rows = []
     problem = Problem(features=x, targets=y, objective=LOGISTIC, l2=L2)
     for batch_size in (16, 32, 128):
@@ -97,8 +95,8 @@ def compare_fits(x: np.ndarray, y: np.ndarray, *, repeats: int) -> list[dict[str
     schedule = Schedule("optimal", 4 * eta0, alpha=1 / (4 * eta0 * steps))
 
     def ours(policy: str) -> tuple[np.ndarray, float]:
-        found = run_sgd(problem, Options(batch_size=32, epochs=5, schedule=schedule, policy=policy))
-        return found.weights, found.intercept
+        solution = run_ca_sgd(problem, Options(batch_size=32, epochs=5, schedule=schedule, policy=policy))
+        return solution.weights, solution.intercept
 
     def theirs(model: Any) -> tuple[np.ndarray, float]:
         model.fit(x, y)

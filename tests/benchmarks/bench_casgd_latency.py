@@ -3,9 +3,9 @@
     python tests/benchmarks/bench_casgd_latency.py [--delays-us 0 20 50 200] [--batch-sizes 4 16 64]
 
 A report without assertions, as one JSON object. Emulation: one process, and a busy wait before every sum. The local
-part starts two ranks with mpiexec and gives the time of s="auto" over that of SGD as the median of paired runs, with
-the interval of the median by order statistics (sign test, 95 %): once without planning, and once with the planning that
-the estimators do, for training of a few lengths.
+part starts two ranks with mpiexec and prints the time of s="auto" over that of SGD as the median of paired runs, with
+its interval by order statistics (sign test, 95 %): once without planning, and once with the planning of the
+estimators, for training of several lengths.
 """
 
 import argparse
@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import DelayedCommunicator, MpiCommunicator, OneProcess
+from precision_time.casgd.communicator import DelayedCommunicator, OneProcess
+from precision_time.casgd.mpi import MpiCommunicator
 from precision_time.casgd.objectives import LOGISTIC
 from precision_time.casgd.plan import plan
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
-from precision_time.casgd.sgd import run_sgd
+from precision_time.casgd.problem import Options, Problem, Schedule
 from precision_time.casgd.training import choose_s
 
 POWERS = tuple(2**k for k in range(6))
@@ -53,12 +52,11 @@ def wall_s(run: Callable[[], Any]) -> float:
 
 
 def emulate(delay_us: float, batch_size: int, *, repeats: int = 5) -> dict[str, Any]:
-    """us per SGD-equivalent step, the least of ``repeats`` epochs, and what the planner chose."""
+    """us per SGD-equivalent step, the least of ``repeats`` epochs, and the choice of the planner."""
     problem, options = make_problem(28), make_options(batch_size)
     comm = DelayedCommunicator(OneProcess(), delay_us * 1e-6)
-    made = plan(problem, options, comm=comm, largest_s=max(POWERS))
-    steps = made.steps_per_epoch
-    sgd_us = min(wall_s(lambda: run_sgd(problem, options, comm=comm)) for _ in range(repeats)) / steps * 1e6
+    planned = plan(problem, options, comm=comm, largest_s=max(POWERS))
+    steps = planned.steps_per_epoch
     by_s = {
         s: min(wall_s(lambda s=s: run_ca_sgd(problem, replace(options, s=s), comm=comm)) for _ in range(repeats))
         / steps
@@ -69,14 +67,14 @@ def emulate(delay_us: float, batch_size: int, *, repeats: int = 5) -> dict[str, 
     return {
         "delay_us": delay_us,
         "batch_size": batch_size,
-        "sgd_us": sgd_us,
-        "planned_s": made.s,
+        "sgd_us": by_s[1],
+        "planned_s": planned.s,
         "best_s": best,
-        "above_best": by_s[made.s] / by_s[best] - 1,
-        "speedup_over_sgd": sgd_us / by_s[made.s],
-        "fit_error": made.error,
-        "predicted_epoch_s": [made.low_s, made.seconds_per_epoch, made.high_s],
-        "measured_epoch_s": by_s[made.s] * steps * 1e-6,
+        "above_best": by_s[planned.s] / by_s[best] - 1,
+        "speedup_over_sgd": by_s[1] / by_s[planned.s],
+        "fit_error": planned.error,
+        "predicted_epoch_s": [planned.low_s, planned.seconds_per_epoch, planned.high_s],
+        "measured_epoch_s": by_s[planned.s] * steps * 1e-6,
         "step_us": by_s,
     }
 
@@ -91,7 +89,7 @@ def compare(ours: Callable[[], Any], theirs: Callable[[], Any], *, comm: MpiComm
             times.append(max(comm.gather(wall_s(run))))
         ratios.append(times[0] / times[1])
     ratios.sort()
-    # The ranks of order statistics about the median that hold it in 95 % of samples (normal approximation).
+    # The order statistics whose interval holds the median in 95 % of samples (normal approximation).
     reach = round(0.98 * pairs**0.5)
     low, high = max(0, pairs // 2 - reach), min(pairs - 1, pairs // 2 + reach)
     return {"auto_over_sgd": statistics.median(ratios), "low": ratios[low], "high": ratios[high]}
@@ -101,29 +99,29 @@ def run_rank(batch_size: int, columns: int, pairs: int) -> None:
     """One of two local ranks: s = "auto" over SGD, an epoch at a time without planning, then whole runs with it."""
     comm = MpiCommunicator(deadline_s=60.0)
     problem, options = make_problem(columns // 2, seed=comm.rank), make_options(batch_size)
-    made = plan(problem, options, comm=comm)
-    told: dict[str, Any] = {"batch_size": batch_size, "columns": columns, "planned_s": made.s}
-    told |= compare(
-        lambda: run_ca_sgd(problem, replace(options, s=made.s), comm=comm),
-        lambda: run_sgd(problem, options, comm=comm),
+    planned = plan(problem, options, comm=comm)
+    report: dict[str, Any] = {"batch_size": batch_size, "columns": columns, "planned_s": planned.s}
+    report |= compare(
+        lambda: run_ca_sgd(problem, replace(options, s=planned.s), comm=comm),
+        lambda: run_ca_sgd(problem, options, comm=comm),
         comm=comm,
         pairs=pairs,
     )
-    told["with_planning"] = []
+    report["with_planning"] = []
     for epochs in LENGTHS:
-        longer, chosen = replace(options, epochs=epochs), []
+        longer, chosen_s = replace(options, epochs=epochs), []
 
-        def auto(longer: Options = longer, chosen: list[int] = chosen) -> None:
+        def auto(longer: Options = longer, chosen_s: list[int] = chosen_s) -> None:
             s, _ = choose_s(problem, longer, s="auto", comm=comm)
-            chosen.append(s)
+            chosen_s.append(s)
             run_ca_sgd(problem, replace(longer, s=s), comm=comm)
 
-        found = compare(
-            auto, lambda longer=longer: run_sgd(problem, longer, comm=comm), comm=comm, pairs=max(5, pairs // 6)
+        ratio = compare(
+            auto, lambda longer=longer: run_ca_sgd(problem, longer, comm=comm), comm=comm, pairs=max(5, pairs // 6)
         )
-        told["with_planning"].append({"epochs": epochs, "chosen_s": chosen, **found})
+        report["with_planning"].append({"epochs": epochs, "chosen_s": chosen_s, **ratio})
     if comm.rank == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
 
 
 def run_locally(batch_size: int, columns: int, *, pairs: int = 31) -> dict[str, Any]:
@@ -143,13 +141,13 @@ def main() -> None:
     parser.add_argument("--delays-us", type=float, nargs="+", default=[0.0, 20.0, 50.0, 200.0])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--rank", type=int, nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        run_rank(*given.rank)
+    options = parser.parse_args()
+    if options.rank:
+        run_rank(*options.rank)
         return
     report = {
-        "emulated": [emulate(delay, b) for b in given.batch_sizes for delay in given.delays_us],
-        "two_local_ranks": [run_locally(b, 28) for b in given.batch_sizes],
+        "emulated": [emulate(delay, b) for b in options.batch_sizes for delay in options.delays_us],
+        "two_local_ranks": [run_locally(b, 28) for b in options.batch_sizes],
     }
     print(json.dumps(report, indent=1))
 

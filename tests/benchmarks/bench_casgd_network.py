@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_casgd_network.py [--delays-us 0 200 1000] [--batch-size 16]
 
 A report without assertions, as one JSON object. Every packet goes through the kernel's TCP of both namespaces and waits
-``delay`` in a small relay in user space (a stand-in for netem where the kernel lacks it); what a sum really takes is
+``delay`` in a small relay in user space (a stand-in for netem if the kernel lacks it); the real time of a sum is
 measured and printed. The two ranks and the relay share the machine's cores, so jitter is that of a busy machine. Needs
 root, /dev/net/tun, `ip` of iproute2, mpi4py and mpich; without them it says so and ends well.
 """
@@ -39,7 +39,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
 def find_obstacle() -> str | None:
-    """Why this cannot run here, if so."""
+    """The reason why this cannot run here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not os.path.exists("/dev/net/tun"):
@@ -115,9 +115,10 @@ def run_relay(delay_s: float, ends: Sequence[int]) -> None:
                 os.write(end, packet)
 
 
-def run_ranks(given: argparse.Namespace) -> dict[str, Any]:
-    """Both ranks under mpiexec, each moved into its namespace; what rank 0 printed."""
-    rank = [sys.executable, __file__, "--rank", "--batch-size", str(given.batch_size), "--columns", str(given.columns)]
+def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    """Run both ranks under mpiexec, each in its namespace; returns the report of rank 0."""
+    rank = [sys.executable, __file__, "--rank"]
+    rank += ["--batch-size", str(options.batch_size), "--columns", str(options.columns)]
     enter = f'if [ "$PMI_RANK" = 0 ]; then n={NAMESPACES[0]}; else n={NAMESPACES[1]}; fi; exec ip netns exec $n "$@"'
     command = [find_mpiexec() or "mpiexec", "-n", "2", "sh", "-c", enter, "sh", *rank]
     network = {
@@ -133,55 +134,50 @@ def run_ranks(given: argparse.Namespace) -> dict[str, Any]:
     )
     if done.returncode:
         return {"error": done.stderr[-1500:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
-def run_rank(given: argparse.Namespace) -> None:
+def run_rank(arguments: argparse.Namespace) -> None:
     from precision_time.casgd.ca_sgd import run_ca_sgd
-    from precision_time.casgd.comm import MpiCommunicator
+    from precision_time.casgd.mpi import MpiCommunicator
     from precision_time.casgd.objectives import LOGISTIC
     from precision_time.casgd.plan import plan
-    from precision_time.casgd.problem import Options, Problem
-    from precision_time.casgd.schedules import Schedule
-    from precision_time.casgd.sgd import run_sgd
+    from precision_time.casgd.problem import Options, Problem, Schedule
 
     comm = MpiCommunicator(deadline_s=60.0)
     sums = []
     for _ in range(60):
         comm.barrier()
         began = time.perf_counter()
-        comm.sum(np.ones(given.batch_size, dtype=np.float32))
-        # Of both ranks: the one that leaves the barrier last finds the other's words already there.
+        comm.sum(np.ones(arguments.batch_size, dtype=np.float32))
+        # The larger of both ranks, because the last rank to leave the barrier does not wait for the other.
         sums.append(max(comm.gather((time.perf_counter() - began) * 1e6)))
     sums.sort()
-    half = given.columns // 2
-    x = np.random.default_rng(comm.rank).standard_normal((2048, half if comm.rank else given.columns - half))
+    half = arguments.columns // 2
+    x = np.random.default_rng(comm.rank).standard_normal((2048, half if comm.rank else arguments.columns - half))
     y = np.where(np.random.default_rng(9).random(2048) < 0.5, -1.0, 1.0)
     problem = Problem(features=x.astype(np.float32), targets=y, objective=LOGISTIC)
-    options = Options(batch_size=given.batch_size, epochs=1, schedule=Schedule(eta0=1e-3))
-    made = plan(problem, options, comm=comm, largest_s=32)
-    times: dict[str, list[float]] = {"sgd": [], **{str(2**k): [] for k in range(6)}}
+    options = Options(batch_size=arguments.batch_size, epochs=1, schedule=Schedule(eta0=1e-3))
+    planned = plan(problem, options, comm=comm, largest_s=32)
+    times: dict[int, list[float]] = {2**k: [] for k in range(6)}
     for _ in range(3):
-        for name, found in times.items():
+        for s, measured_us in times.items():
             comm.barrier()
-            if name == "sgd":
-                solution = run_sgd(problem, options, comm=comm)
-            else:
-                solution = run_ca_sgd(problem, replace(options, s=int(name)), comm=comm)
-            found.append(max(comm.gather(sum(solution.seconds.values()) / solution.steps * 1e6)))
-    steps_us = {name: statistics.median(found) for name, found in times.items()}
-    best = min((2**k for k in range(6)), key=lambda s: steps_us[str(s)])
+            solution = run_ca_sgd(problem, replace(options, s=s), comm=comm)
+            measured_us.append(max(comm.gather(sum(solution.seconds.values()) / solution.steps * 1e6)))
+    steps_us = {s: statistics.median(measured_us) for s, measured_us in times.items()}
+    best = min(steps_us, key=steps_us.__getitem__)
     report = {
         "sum_us": {"p10": sums[6], "median": sums[30], "p90": sums[54]},
-        "planned_s": made.s,
-        "alpha_us": made.alpha_s * 1e6,
-        "fit_error": made.error,
+        "planned_s": planned.s,
+        "alpha_us": planned.alpha_s * 1e6,
+        "fit_error": planned.error,
         "best_s": best,
-        "above_best": steps_us[str(made.s)] / steps_us[str(best)] - 1,
-        "speedup_over_sgd": steps_us["sgd"] / steps_us[str(made.s)],
-        "step_us": {name: [min(found), steps_us[name], max(found)] for name, found in times.items()},
-        "predicted_step_us": made.seconds_per_epoch / made.steps_per_epoch * 1e6,
+        "above_best": steps_us[planned.s] / steps_us[best] - 1,
+        "speedup_over_sgd": steps_us[1] / steps_us[planned.s],
+        "step_us": {s: [min(measured_us), steps_us[s], max(measured_us)] for s, measured_us in times.items()},
+        "predicted_step_us": planned.seconds_per_epoch / planned.steps_per_epoch * 1e6,
     }
     if comm.rank == 0:
         print(json.dumps(report), flush=True)
@@ -194,24 +190,25 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=28)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--relay", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.relay:
-        run_relay(float(given.relay[0]), [int(word) for word in given.relay[1:]])
+    options = parser.parse_args()
+    if options.relay:
+        run_relay(float(options.relay[0]), [int(word) for word in options.relay[1:]])
         return
-    if given.rank:
-        run_rank(given)
+    if options.rank:
+        run_rank(options)
         return
     obstacle = find_obstacle()
     if obstacle is not None:
         print(json.dumps({"not run": obstacle}))
         return
     results = []
-    for delay_us in given.delays_us:
+    for delay_us in options.delays_us:
         if not (math.isfinite(delay_us) and delay_us >= 0):
             parser.error("a delay is a number of microseconds, 0 or above")
         with joined_namespaces(delay_us * 1e-6):
-            results.append({"delay_us_one_way": delay_us, **run_ranks(given)})
-    print(json.dumps({"batch_size": given.batch_size, "columns": given.columns, "ranks": 2, "runs": results}, indent=1))
+            results.append({"delay_us_one_way": delay_us, **run_ranks(options)})
+    report = {"batch_size": options.batch_size, "columns": options.columns, "ranks": 2, "runs": results}
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

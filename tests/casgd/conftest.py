@@ -1,5 +1,6 @@
 """Fixtures of the solver's tests: ranks emulated by threads of this process, and small problems of the three kinds."""
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from precision_time.casgd.communicator import to_json
 from precision_time.casgd.objectives import LOGISTIC, OBJECTIVES, SQUARED
+from precision_time.casgd.probes import Probes
 from precision_time.casgd.problem import Problem
 
 
@@ -33,7 +36,7 @@ class ThreadRank:
         return
 
     def gather(self, value: object) -> list[Any]:
-        return self._exchange(value)
+        return [json.loads(text) for text in self._exchange(to_json(value))]
 
     def barrier(self) -> None:
         self._shared.barrier.wait()
@@ -45,9 +48,9 @@ class ThreadRank:
     def _exchange(self, value: Any) -> list[Any]:
         self._shared.values[self.rank] = value
         self._shared.barrier.wait()
-        told = list(self._shared.values)
+        values = list(self._shared.values)
         self._shared.barrier.wait()
-        return told
+        return values
 
 
 class _Shared:
@@ -81,14 +84,30 @@ def make_problem(objective: str, m: int = 203, n: int = 23, *, seed: int = 0, **
     rng = np.random.default_rng((seed, 7))
     features = rng.normal(size=(m, n)) / np.sqrt(n)
     margins = features @ rng.normal(size=n) * 2
-    chosen = OBJECTIVES[objective]
-    if chosen is LOGISTIC:
+    loss = OBJECTIVES[objective]
+    if loss is LOGISTIC:
         targets = np.where(rng.random(m) < 1 / (1 + np.exp(-margins)), 1.0, -1.0)
-    elif chosen is SQUARED:
+    elif loss is SQUARED:
         targets = margins + 0.3 * rng.normal(size=m)
     else:
         targets = rng.poisson(np.exp(margins / 2)).astype(float)
-    return Problem(**{"features": features, "targets": targets, "objective": chosen, **more})
+    return Problem(**{"features": features, "targets": targets, "objective": loss, **more})
+
+
+@pytest.fixture
+def simulate_probes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], dict[str, float]]], None]:
+    """Probes that take the seconds of a cost model instead of running.
+
+    ``simulate_probes(parts_of)``: ``parts_of(s, b)`` are the seconds of an outer step by part.
+    """
+
+    def simulate(parts_of: Callable[[int, int], dict[str, float]]) -> None:
+        def time(_probes: Probes, s: int, b: int, _outer_steps: int) -> tuple[dict[str, float], float]:
+            return {part: seconds / s for part, seconds in parts_of(s, b).items()}, 1e-4
+
+        monkeypatch.setattr(Probes, "_time", time)
+
+    return simulate
 
 
 @pytest.fixture

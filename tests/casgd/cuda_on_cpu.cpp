@@ -1,4 +1,5 @@
-// What recurrence.cu needs of CUDA, on fibres of one CPU thread; test_gpu_sources.py compiles it, KERNELS is its path.
+// The part of CUDA that recurrence.cu uses, on fibres of one CPU thread; test_gpu_sources.py compiles it with KERNELS as
+// the path of the kernels.
 #include <ucontext.h>
 #include <algorithm>
 #include <cmath>
@@ -106,7 +107,9 @@ extern "C" int launch(const char* name, unsigned grid, unsigned x, unsigned y,
     if (what == "margins") bound = attach(margins, args, sizes, count);
     if (what == "recurrence") bound = attach(recurrence, args, sizes, count);
     if (what == "increment") bound = attach(increment, args, sizes, count);
+#ifdef HAS_WAIT_NS
     if (what == "wait_ns") bound = attach(wait_ns, args, sizes, count);
+#endif
     if (!bound) return 1;
     gridDim = {grid, 1, 1};
     blockDim = {x, y, 1};

@@ -1,6 +1,6 @@
-"""What casgd asks of CuPy and of NCCL, on the CPU: kernels run as C++, streams at once, ranks are threads.
+"""The part of CuPy and NCCL that casgd uses, on the CPU: kernels run as C++, streams run at once, ranks are threads.
 
-Like CuPy's own, the module ``cupy.cuda`` has no attribute ``nccl`` until somebody imports ``cupy.cuda.nccl``. Where
+Like CuPy's own, the module ``cupy.cuda`` has no attribute ``nccl`` until ``cupy.cuda.nccl`` is imported. Where
 ``DEVICE.stuck`` is set no sum comes to an end: events are not done, and a host that reads an array fails, because on
 a GPU it would wait for ever.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.cpp")
 
-#: ``count`` GPUs; ``sums``, of every AllReduce its words; ``aborted``, how often NCCL was taken down.
+#: ``count``: number of GPUs; ``sums``: words of each AllReduce; ``aborted``: how often NCCL was aborted.
 DEVICE = types.SimpleNamespace(stuck=False, count=1, sums=[], aborted=0)
 _THREAD = threading.local()
 _LOCK = threading.Lock()
@@ -44,7 +44,7 @@ class Device:
 
 
 class Array:
-    """What gpu.py asks of a CuPy array, over a NumPy one."""
+    """The part of a CuPy array that casgd uses, on a NumPy array."""
 
     def __init__(self, held: np.ndarray) -> None:
         self.held = held
@@ -187,10 +187,10 @@ def gemm_ex(
 
 def find_compiler() -> str:
     """The C++ compiler that stands in for CUDA's: ``CXX``, g++ or clang++."""
-    found = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
+    if compiler is None:
         raise FileNotFoundError("a C++ compiler is needed (on Debian: apt-get install g++), or CXX that names one")
-    return found
+    return compiler
 
 
 @lru_cache(maxsize=32)
@@ -198,19 +198,19 @@ def compile_for_cpu(folder: Path, code: str, options: tuple[str, ...]) -> ctypes
     name = "kernels" + "".join(options).replace("-D", "_").replace("=", "")
     library = folder / f"{name}.so"
     if not library.exists():
-        # Ranks share the folder, be they processes or threads.
-        own = f"{name}.{os.getpid()}.{threading.get_ident()}"
-        (folder / f"{own}.cu").write_text(code)
-        (folder / f"{own}.cpp").write_text(SHIM.read_text(encoding="utf-8"))
+        # Ranks share the folder, both processes and threads.
+        unique = f"{name}.{os.getpid()}.{threading.get_ident()}"
+        (folder / f"{unique}.cu").write_text(code)
+        (folder / f"{unique}.cpp").write_text(SHIM.read_text(encoding="utf-8"))
         command = [find_compiler(), "-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC"]
-        command += [f'-DKERNELS="{own}.cu"', *options, f"{own}.cpp", "-o", f"{own}.so"]
+        command += [f'-DKERNELS="{unique}.cu"', *options, f"{unique}.cpp", "-o", f"{unique}.so"]
         subprocess.run(command, cwd=folder, check=True)
-        (folder / f"{own}.so").replace(library)
+        (folder / f"{unique}.so").replace(library)
     return ctypes.CDLL(str(library))
 
 
 def make_modules(folder: Path) -> dict[str, types.ModuleType]:
-    """Modules that stand for cupy and what it has, by their names in ``sys.modules``; kernels are built in folder."""
+    """Stand-ins for cupy and its submodules, by their names in ``sys.modules``; kernels are built in ``folder``."""
 
     class Kernel:
         def __init__(self, library: ctypes.CDLL, name: str) -> None:
@@ -221,8 +221,8 @@ def make_modules(folder: Path) -> dict[str, types.ModuleType]:
             assert threads % 32 == 0 or threads == 1
             assert threads <= 1024
             assert shared_mem <= 48 * 1024
-            packed = [_pack(one) for one in arguments]
-            pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one, _ in packed))
+            packed = [_pack(argument) for argument in arguments]
+            pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(argument) for argument, _ in packed))
             sizes = (ctypes.c_int * len(packed))(*(size for _, size in packed))
             x, y = (*block, 1)[:2]
             with _LOCK:
@@ -247,7 +247,7 @@ def make_modules(folder: Path) -> dict[str, types.ModuleType]:
     vars(nccl).update(
         available=True,
         get_version=lambda: 22707,
-        # Signed characters: some are below 0.
+        # Signed characters, so some are below 0.
         get_unique_id=lambda: (next(_IDENTIFIERS) % 128, *range(-128, -1)),
         NcclCommunicator=NcclCommunicator,
         NCCL_FLOAT32=7,
@@ -269,9 +269,9 @@ def make_modules(folder: Path) -> dict[str, types.ModuleType]:
     vars(cupy).update(
         __version__="a stand-in",
         RawModule=RawModule,
-        abs=lambda given: Array(np.abs(given.held)),
-        asarray=lambda given, dtype=None: Array(np.array(given, dtype=dtype)),
-        ascontiguousarray=lambda given: Array(np.ascontiguousarray(given.held)),
+        abs=lambda array: Array(np.abs(array.held)),
+        asarray=lambda array, dtype=None: Array(np.array(array, dtype=dtype)),
+        ascontiguousarray=lambda array: Array(np.ascontiguousarray(array.held)),
         cuda=cuda,
         empty=lambda shape, dtype: Array(np.full(shape, 77, dtype=dtype)),
         matmul=lambda a, b: Array((a.held.astype(np.float32) @ b.held.astype(np.float32)).astype(a.dtype)),
@@ -282,5 +282,5 @@ def make_modules(folder: Path) -> dict[str, types.ModuleType]:
 
 
 def install(folder: Path) -> None:
-    """Put the modules where ``import cupy`` finds them; for programs, which end with the process."""
+    """Put the modules where ``import cupy`` finds them, for the rest of the process."""
     sys.modules.update(make_modules(folder))

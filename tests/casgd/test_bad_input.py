@@ -1,4 +1,4 @@
-"""Data that cannot be used, or only just: each kind is a named error or has a documented result."""
+"""Unusable and borderline data: each kind raises a named error or has a documented result."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
-from precision_time.casgd.communicator import OneProcess
+from precision_time.casgd.communicator import OneProcess, agree
 from precision_time.casgd.errors import InputError, NotConvergedWarning, PrecisionWarning
 from precision_time.casgd.estimators import CASGDClassifier, CASGDPoissonRegressor, CASGDRegressor
-from precision_time.casgd.validation import DtypeError, agree, check_dtype, share_columns
+from precision_time.casgd.validation import DtypeError, check_dtype, share_columns
 
-# So few epochs end with long steps, of which the guard would warn.
+# FP32, because after so few epochs the steps are still long, and the guard would warn of them.
 QUICK: dict[str, Any] = {"max_iter": 5, "tol": None, "random_state": 0, "precision": "fp32"}
 DOUBLE = {**QUICK, "precision": "fp64"}
 
@@ -34,12 +34,12 @@ def test_a_row_that_is_not_finite_is_named(
 ) -> None:
     fitted = CASGDClassifier(**QUICK).fit(features, labels)
     features[7, 2] = features[9, 1] = wrong
-    given = csr_array(features) if sparse else features
+    matrix = csr_array(features) if sparse else features
     expected = rf"{'NaN' if np.isnan(wrong) else 'inf'} in row 7, column 2; 2 row\(s\)"
     with pytest.raises(InputError, match=expected):
-        CASGDClassifier(**QUICK).fit(given, labels)
+        CASGDClassifier(**QUICK).fit(matrix, labels)
     with pytest.raises(InputError, match=expected):
-        fitted.predict(given)
+        fitted.predict(matrix)
 
 
 def test_features_whose_sum_overflows_are_finite_still(features: np.ndarray) -> None:
@@ -103,8 +103,8 @@ def test_more_ranks_than_columns_are_refused() -> None:
 def test_every_rank_owns_a_column_even_where_all_values_are_in_one(size: int) -> None:
     values = np.zeros((20, 7))
     values[:, 2] = 1
-    for given in (values, csr_array(values), csr_array((20, 7))):
-        shares = share_columns(given, size)
+    for matrix in (values, csr_array(values), csr_array((20, 7))):
+        shares = share_columns(matrix, size)
         assert [first for first, _ in shares[1:]] == [past for _, past in shares[:-1]]
         assert (shares[0][0], shares[-1][1], len(shares)) == (0, 7, size)
         assert all(first < past for first, past in shares)
@@ -118,7 +118,7 @@ def test_sparse_columns_are_shared_out_by_stored_values() -> None:
 
 
 @pytest.mark.parametrize(("s", "batch_size"), [(64, 32), (8, 1000), (1, 10**9)])
-def test_s_times_b_above_the_rows_does_what_the_epoch_has(
+def test_s_times_b_above_the_rows_is_cut_to_the_epoch(
     s: int, batch_size: int, features: np.ndarray, labels: np.ndarray
 ) -> None:
     long = CASGDClassifier(**DOUBLE, s=s, batch_size=batch_size).fit(features, labels)
@@ -162,7 +162,7 @@ def test_poisson_margins_beyond_the_clip_stay_finite(features: np.ndarray) -> No
 
 
 def test_poisson_steps_that_are_far_too_long_do_not_give_infinite_weights(features: np.ndarray) -> None:
-    """The clip bounds the derivative by e^30, so even this ends, with a useless model."""
+    """The clip bounds the derivative by e^30, so even this training ends, with a useless model."""
     counts = np.random.default_rng(2).poisson(3, size=60)
     long: dict[str, Any] = {"eta0": 10.0, "learning_rate": "constant"}
     assert np.isfinite(CASGDPoissonRegressor(**QUICK, **long).fit(features, counts).coef_).all()
@@ -259,7 +259,7 @@ def test_sample_weights_that_cannot_be_are_named(features: np.ndarray, labels: n
         CASGDClassifier(**QUICK).fit(features, labels, sample_weight=np.zeros(60))
 
 
-def test_a_failure_on_one_rank_is_told_on_the_others() -> None:
+def test_a_failure_on_one_rank_is_raised_on_the_others() -> None:
     class OneOfTwo(OneProcess):
         size = 2
 

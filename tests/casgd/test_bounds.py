@@ -13,8 +13,7 @@ from precision_time.casgd.emulator import emulate_outer_step, isolate_choice, me
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.objectives import OBJECTIVES, Objective
 from precision_time.casgd.precision import CHOICES, POLICIES, ROUNDOFF
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule, Start
 
 FORMATS = ("bf16", "fp16", "fp32")
 
@@ -45,31 +44,31 @@ def exact() -> dict[str, ExactStep]:
 
 @pytest.fixture(scope="module")
 def errors(exact: dict[str, ExactStep]) -> dict[str, dict[tuple[str, str], float]]:
-    return {name: dict(measure_errors(one.step, formats=FORMATS)) for name, one in exact.items()}
+    return {name: dict(measure_errors(solved.step, formats=FORMATS)) for name, solved in exact.items()}
 
 
 def test_exact_step_is_the_s_steps_of_plain_sgd(exact):
-    for one in exact.values():
-        step, w = one.step, one.step.weights.copy()
+    for solved in exact.values():
+        step, w = solved.step, solved.step.weights.copy()
         for j, rate in enumerate(step.rates):
             batch = slice(j * step.batch_size, (j + 1) * step.batch_size)
             z = step.rows[batch] @ w
-            np.testing.assert_allclose(z, one.live_margins[batch], rtol=0, atol=1e-13)
+            np.testing.assert_allclose(z, solved.live_margins[batch], rtol=0, atol=1e-13)
             w -= rate * step.rows[batch].T @ step.objective.derivative(z, step.targets[batch]) / step.batch_size
-        np.testing.assert_allclose(one.weights, w, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(solved.weights, w, rtol=0, atol=1e-13)
 
 
 def test_propagation_is_how_a_change_of_the_margins_reaches_the_coefficients(exact):
-    for one in exact.values():
-        step, size = one.step, len(one.margins)
+    for solved in exact.values():
+        step, size = solved.step, len(solved.margins)
         change = 1e-6 * np.random.default_rng(1).standard_normal(size)
-        live, c = one.margins + change, np.zeros(size)
+        live, c = solved.margins + change, np.zeros(size)
         gram = step.rows @ step.rows.T
         for j, rate in enumerate(step.rates):
             batch = slice(j * step.batch_size, (j + 1) * step.batch_size)
             live[batch] -= gram[batch, : batch.start] @ c[: batch.start]
             c[batch] = rate / step.batch_size * step.objective.derivative(live[batch], step.targets[batch])
-        assert np.all(np.abs(live - one.live_margins) <= one.propagation @ np.abs(change) * (1 + 1e-4))
+        assert np.all(np.abs(live - solved.live_margins) <= solved.propagation @ np.abs(change) * (1 + 1e-4))
 
 
 def test_propagation_stays_below_its_worst_case(exact):
@@ -109,15 +108,15 @@ def test_choices_add_up_to_first_order(exact, objective, name):
     policy = POLICIES[name] if name in POLICIES else POLICIES["fp64"].replace(
         name=name, **dict.fromkeys(CHOICES, name.removeprefix("all "))
     )  # fmt: skip
-    one = exact[objective]
-    parts = [rounding_error(one, isolate_choice(choice, fmt)) for choice, fmt in policy.formats.items()]
-    joint = rounding_error(one, policy)
+    solved = exact[objective]
+    parts = [rounding_error(solved, isolate_choice(choice, fmt)) for choice, fmt in policy.formats.items()]
+    joint = rounding_error(solved, policy)
     assert joint == pytest.approx(math.hypot(*parts), rel=0.3)
     assert joint < sum(parts) * 1.02
-    bounds = bound_policy(one, policy)
+    bounds = bound_policy(solved, policy)
     assert joint < bounds.root_sum_square < bounds.plain_sum
-    assert bounds.parts["x_storage"] == BOUNDS["x_storage"](one, u=ROUNDOFF[policy.x_storage])
-    assert bounds.step_norm == pytest.approx(np.linalg.norm(one.weights - one.step.weights))
+    assert bounds.parts["x_storage"] == BOUNDS["x_storage"](solved, u=ROUNDOFF[policy.x_storage])
+    assert bounds.step_norm == pytest.approx(np.linalg.norm(solved.weights - solved.step.weights))
 
 
 def test_prediction_counts_roundings_by_their_square_root(exact):
@@ -129,16 +128,16 @@ def test_prediction_counts_roundings_by_their_square_root(exact):
 
 
 def test_fp64_policy_emulates_the_exact_step(exact):
-    for one in exact.values():
-        assert np.max(np.abs(emulate_outer_step(one.step, POLICIES["fp64"]) - one.weights)) < 1e-14
+    for solved in exact.values():
+        assert np.max(np.abs(emulate_outer_step(solved.step, POLICIES["fp64"]) - solved.weights)) < 1e-14
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_solver_rounds_as_the_emulator_does(objective, name, ranks):
-    """One outer step on two ranks: what is left is the order of FP32 sums, or a single flip of a 16-bit rounding."""
+    """One outer step on two ranks: only the order of FP32 sums differs, or a single 16-bit rounding."""
     step = make_step(OBJECTIVES[objective], s=4, b=8, ranks=2)
-    chosen = Options(
+    solver = Options(
         s=step.s,
         batch_size=step.batch_size,
         epochs=1,
@@ -148,15 +147,15 @@ def test_the_solver_rounds_as_the_emulator_does(objective, name, ranks):
     )
 
     def solve(comm):
-        own = slice(comm.rank * step.columns_per_rank, (comm.rank + 1) * step.columns_per_rank)
+        columns = slice(comm.rank * step.columns_per_rank, (comm.rank + 1) * step.columns_per_rank)
         problem = Problem(
-            features=step.rows[:, own], targets=step.targets, objective=step.objective, fit_intercept=False
+            features=step.rows[:, columns], targets=step.targets, objective=step.objective, fit_intercept=False
         )
-        return run_ca_sgd(problem, chosen, comm=comm, weights=step.weights[own]).weights
+        return run_ca_sgd(problem, solver, comm=comm, start=Start(weights=step.weights[columns])).weights
 
-    found = np.concatenate(ranks(solve, 2)).astype(np.float64)
+    weights = np.concatenate(ranks(solve, 2)).astype(np.float64)
     emulated = emulate_outer_step(step, POLICIES[name])
-    away = np.linalg.norm(found - emulated)
+    away = np.linalg.norm(weights - emulated)
     if name == "fp64":
         assert away < 1e-14 * np.linalg.norm(emulated)
         return
@@ -166,9 +165,9 @@ def test_the_solver_rounds_as_the_emulator_does(objective, name, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])
 def test_emulator_deals_columns_that_do_not_divide(ranks):
-    one = solve_exactly(make_step(OBJECTIVES["logistic"], n=7, s=3, b=2, ranks=ranks))
-    assert np.max(np.abs(emulate_outer_step(one.step, POLICIES["fp64"]) - one.weights)) < 1e-15
-    assert rounding_error(one, POLICIES["fp32"]) < bound_policy(one, POLICIES["fp32"]).plain_sum
+    solved = solve_exactly(make_step(OBJECTIVES["logistic"], n=7, s=3, b=2, ranks=ranks))
+    assert np.max(np.abs(emulate_outer_step(solved.step, POLICIES["fp64"]) - solved.weights)) < 1e-15
+    assert rounding_error(solved, POLICIES["fp32"]) < bound_policy(solved, POLICIES["fp32"]).plain_sum
 
 
 def test_emulator_rounds_every_product_and_sum():
@@ -200,7 +199,7 @@ def test_a_small_accumulator_stops_at_two_over_u():
 
 def test_steps_that_do_not_fit_are_refused():
     good = {"rows": np.ones((4, 3)), "targets": np.ones(4), "weights": np.ones(3), "rates": np.ones(2)}
-    for wrong, what in (
+    for wrong, words in (
         ({"rates": np.ones(3)}, "multiple of s"),
         ({"targets": np.ones(3)}, "targets and weights"),
         ({"weights": np.ones(4)}, "targets and weights"),
@@ -208,5 +207,5 @@ def test_steps_that_do_not_fit_are_refused():
         ({"rows": np.ones(4)}, "an outer step"),
         ({"rates": np.ones(0)}, "an outer step"),
     ):
-        with pytest.raises(InputError, match=what):
+        with pytest.raises(InputError, match=words):
             OuterStep(objective=OBJECTIVES["squared"], **(good | wrong))

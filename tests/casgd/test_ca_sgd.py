@@ -9,14 +9,13 @@ import scipy.sparse
 from sklearn.datasets import load_breast_cancer, load_digits
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import OneProcess
+from precision_time.casgd.communicator import OneProcess
 from precision_time.casgd.errors import CommunicationError, InputError
-from precision_time.casgd.gram import packed_words
+from precision_time.casgd.gram import packed_gram_words
 from precision_time.casgd.objectives import LOGISTIC
 from precision_time.casgd.precision import POLICIES
-from precision_time.casgd.problem import PARTS, Options, Problem, batch_order
-from precision_time.casgd.schedules import Schedule
-from precision_time.casgd.sgd import Run, run_sgd
+from precision_time.casgd.problem import PARTS, Options, Problem, Schedule, Start, batch_order
+from precision_time.casgd.run import Run
 
 SCHEDULES = {
     "constant": Schedule("constant", 0.3),
@@ -41,25 +40,30 @@ def take_columns(problem, columns):
     )
 
 
-def assert_same_iterate(one, other, relative=1e-12):
-    scale = np.abs(other.weights).max()
+def after(solution):
+    """Where the next part of a run starts."""
+    return Start(weights=solution.weights, intercept=solution.intercept, steps=solution.steps, epochs=solution.epochs)
+
+
+def assert_same_iterate(solution, expected, relative=1e-12):
+    scale = np.abs(expected.weights).max()
     assert scale > 0
-    assert np.abs(one.weights - other.weights).max() <= relative * scale
-    assert one.intercept == pytest.approx(other.intercept, rel=relative, abs=relative * scale)
-    np.testing.assert_allclose(one.loss_curve, other.loss_curve, rtol=relative)
+    assert np.abs(solution.weights - expected.weights).max() <= relative * scale
+    assert solution.intercept == pytest.approx(expected.intercept, rel=relative, abs=relative * scale)
+    np.testing.assert_allclose(solution.loss_curve, expected.loss_curve, rtol=relative)
 
 
-def reference_sgd(problem, chosen):
-    """Mini-batch SGD as one would write it down, on all columns at once."""
+def reference_sgd(problem, solver):
+    """Textbook mini-batch SGD, on all columns at once."""
     x, y = np.asarray(problem.features, dtype=float), np.asarray(problem.targets, dtype=float)
     a = np.ones(len(y)) if problem.sample_weight is None else problem.sample_weight
     w, w0, t = np.zeros(x.shape[1]), 0.0, 0
-    for epoch in range(chosen.epochs):
-        rows = batch_order(len(y), chosen.batch_size, epoch, order=chosen.order, seed=chosen.seed)
-        for start in range(0, len(y), chosen.batch_size):
-            batch = rows[start : start + chosen.batch_size]
+    for epoch in range(solver.epochs):
+        rows = batch_order(len(y), solver.batch_size, epoch, order=solver.order, seed=solver.seed)
+        for start in range(0, len(y), solver.batch_size):
+            batch = rows[start : start + solver.batch_size]
             t += 1
-            eta = chosen.schedule.rates(t, 1)[0]
+            eta = solver.schedule.rates(t, 1)[0]
             z = x[batch] @ w + w0
             r = a[batch] * problem.objective.derivative(z, y[batch]) / len(batch)
             w = w - eta * (x[batch].T @ r + problem.l2 * w)
@@ -96,47 +100,47 @@ def test_float64_iterates_are_those_of_sgd(form, number, size, problem_of, ranks
             holes = np.random.default_rng(index).random(problem.features.shape) < share
             problem = take_columns(problem, slice(None))
             object.__setattr__(problem, "features", scipy.sparse.csr_matrix(problem.features * holes))
-        chosen = options(s=s, batch_size=b, schedule=SCHEDULES[schedule], order="cyclic" if cyclic else "shuffled")
-        plain = run_sgd(problem, chosen)
+        solver = options(s=s, batch_size=b, schedule=SCHEDULES[schedule], order="cyclic" if cyclic else "shuffled")
+        plain = run_ca_sgd(problem, dataclasses.replace(solver, s=1))
         if size == 1:
-            assert_same_iterate(run_ca_sgd(problem, chosen), plain)
+            assert_same_iterate(run_ca_sgd(problem, solver), plain)
             continue
         parts = [slice(0, 9), slice(9, None)]
-        found = ranks(
-            lambda comm, problem=problem, chosen=chosen, parts=parts: run_ca_sgd(
-                take_columns(problem, parts[comm.rank]), chosen, comm=comm
+        solutions = ranks(
+            lambda comm, problem=problem, solver=solver, parts=parts: run_ca_sgd(
+                take_columns(problem, parts[comm.rank]), solver, comm=comm
             ),
             2,
         )
-        weights = np.concatenate([one.weights for one in found])
-        for one in found:
-            assert_same_iterate(dataclasses.replace(one, weights=weights), plain)
+        weights = np.concatenate([solution.weights for solution in solutions])
+        for solution in solutions:
+            assert_same_iterate(dataclasses.replace(solution, weights=weights), plain)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
 @pytest.mark.parametrize("order", ["shuffled", "cyclic"])
-def test_both_solvers_are_sgd_as_one_would_write_it_down(objective, order, weighted, problem_of):
+def test_every_s_takes_the_steps_of_textbook_sgd(objective, order, weighted, problem_of):
     problem = problem_of(objective, l2=0.05, sample_weight=np.random.default_rng(5).random(203) if weighted else None)
     for s in (1, 6):
-        chosen = options(s=s, order=order, seed=3)
-        found = run_ca_sgd(problem, chosen)
-        weights, intercept = reference_sgd(problem, chosen)
-        np.testing.assert_allclose(found.weights, weights, rtol=1e-11, atol=1e-13)
-        assert found.intercept == pytest.approx(intercept, rel=1e-11)
-        assert found.steps == 2 * 26
+        solver = options(s=s, order=order, seed=3)
+        solution = run_ca_sgd(problem, solver)
+        weights, intercept = reference_sgd(problem, solver)
+        np.testing.assert_allclose(solution.weights, weights, rtol=1e-11, atol=1e-13)
+        assert solution.intercept == pytest.approx(intercept, rel=1e-11)
+        assert solution.steps == 2 * 26
 
 
-def plain_float32_sgd(problem, chosen):
+def plain_float32_sgd(problem, solver):
     """`reference_sgd` with every number in float32."""
     x, y = problem.features.astype(np.float32), problem.targets.astype(np.float32)
     w, w0, t = np.zeros(x.shape[1], np.float32), np.float32(0), 0
-    for epoch in range(chosen.epochs):
-        rows = batch_order(len(y), chosen.batch_size, epoch, order=chosen.order, seed=chosen.seed)
-        for start in range(0, len(y), chosen.batch_size):
-            batch = rows[start : start + chosen.batch_size]
+    for epoch in range(solver.epochs):
+        rows = batch_order(len(y), solver.batch_size, epoch, order=solver.order, seed=solver.seed)
+        for start in range(0, len(y), solver.batch_size):
+            batch = rows[start : start + solver.batch_size]
             t += 1
-            eta = np.float32(chosen.schedule.rates(t, 1)[0])
+            eta = np.float32(solver.schedule.rates(t, 1)[0])
             r = problem.objective.derivative(x[batch] @ w + w0, y[batch]).astype(np.float32) / np.float32(len(batch))
             w = w - eta * (x[batch].T @ r + np.float32(problem.l2) * w)
             w0 = w0 - eta * r.sum()
@@ -146,14 +150,14 @@ def plain_float32_sgd(problem, chosen):
 @pytest.mark.parametrize(("s", "b"), [(2, 8), (5, 3), (4, 16), (40, 8)])
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
 def test_fp32_iterates_stay_within_a_roundoff_a_step_of_each_other(objective, s, b, problem_of):
-    """s > 1 beside s = 1, and s = 1 beside SGD as one would write it down: the bound that run_ca_sgd states."""
+    """s > 1 against s = 1, and s = 1 against textbook SGD: the bound that run_ca_sgd states."""
     problem = problem_of(objective, l2=0.01)
-    chosen = options(s=1, batch_size=b, policy="fp32")
-    plain = run_ca_sgd(problem, chosen)
+    solver = options(s=1, batch_size=b, policy="fp32")
+    plain = run_ca_sgd(problem, solver)
     bound = plain.steps * 2.0**-24 * np.abs(plain.weights).max()
-    unrolled = run_ca_sgd(problem, dataclasses.replace(chosen, s=s))
+    unrolled = run_ca_sgd(problem, dataclasses.replace(solver, s=s))
     assert 0 < np.abs(unrolled.weights - plain.weights).max() < bound
-    assert np.abs(plain_float32_sgd(problem, chosen) - plain.weights).max() < bound
+    assert np.abs(plain_float32_sgd(problem, solver) - plain.weights).max() < bound
     np.testing.assert_allclose(unrolled.loss_curve, plain.loss_curve, rtol=plain.steps * 2.0**-24)
 
 
@@ -161,33 +165,33 @@ def test_fp32_iterates_stay_within_a_roundoff_a_step_of_each_other(objective, s,
 @pytest.mark.parametrize("s", [1, 6])
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
-def test_two_ranks_find_what_one_finds(form, s, prefetch, objective, problem_of, ranks):
+def test_two_ranks_reach_the_solution_of_one(form, s, prefetch, objective, problem_of, ranks):
     problem = problem_of(objective, l2=0.05)
     if form == "csr":
         holes = np.random.default_rng(1).random(problem.features.shape) < 0.03
         object.__setattr__(problem, "features", scipy.sparse.csr_matrix(problem.features * holes))
-    chosen = options(s=s, prefetch=prefetch)
-    alone = run_ca_sgd(problem, chosen)
+    solver = options(s=s, prefetch=prefetch)
+    alone = run_ca_sgd(problem, solver)
     parts = [slice(0, 9), slice(9, None)]
-    found = ranks(lambda comm: run_ca_sgd(take_columns(problem, parts[comm.rank]), chosen, comm=comm), 2)
-    assert found[0].intercept == found[1].intercept
-    assert found[0].loss_curve == found[1].loss_curve
+    solutions = ranks(lambda comm: run_ca_sgd(take_columns(problem, parts[comm.rank]), solver, comm=comm), 2)
+    assert solutions[0].intercept == solutions[1].intercept
+    assert solutions[0].loss_curve == solutions[1].loss_curve
     np.testing.assert_allclose(
-        np.concatenate([solution.weights for solution in found]), alone.weights, rtol=1e-12, atol=1e-13
+        np.concatenate([solution.weights for solution in solutions]), alone.weights, rtol=1e-12, atol=1e-13
     )
 
 
 def test_there_is_one_sum_an_outer_step_and_it_carries_half_of_the_gram_and_the_margins(problem_of, ranks):
     problem = problem_of("logistic", m=200)
-    chosen = options(s=4, batch_size=8, epochs=3, policy="recipe")  # 25 batches: six blocks of 4, one of 1
+    solver = options(s=4, batch_size=8, epochs=3, policy="recipe")  # 25 batches: six blocks of 4, one of 1
     parts = [slice(0, 9), slice(9, None)]
 
     def job(comm):
-        return run_ca_sgd(take_columns(problem, parts[comm.rank]), chosen, comm=comm), comm.words
+        return run_ca_sgd(take_columns(problem, parts[comm.rank]), solver, comm=comm), comm.words
 
     for solution, words in ranks(job, 2):
         assert solution.reductions == 3 * 7
-        assert words == 3 * (6 * [packed_words(4, 8)] + [8])
+        assert words == 3 * (6 * [packed_gram_words(32, 8) + 32] + [8])
 
 
 def test_prefetch_changes_nothing_but_the_messages(problem_of):
@@ -215,7 +219,7 @@ def test_the_sum_of_the_next_gram_is_under_way_during_the_recurrence(problem_of)
 
     problem = problem_of("squared", m=64)
     run_ca_sgd(problem, options(s=4, batch_size=8, epochs=1, prefetch=True), comm=Watched())
-    gram = packed_words(4, 8) - 32
+    gram = packed_gram_words(32, 8)
     # The second Gram starts after the first block's sums are in and ends only when the second block asks for it.
     assert events == [
         f"start {gram}", "start 32", "wait 0", "wait 1", f"start {gram}", "start 32", "wait 4", "wait 5",
@@ -238,10 +242,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(s, problem_of):
     second = run_ca_sgd(
         problem,
         options(s=s, epochs=1),
-        weights=first.weights,
-        intercept=first.intercept,
-        first_step=first.steps,
-        first_epoch=first.epochs,
+        start=after(first),
     )
     np.testing.assert_array_equal(second.weights, whole.weights)
     assert first.loss_curve + second.loss_curve == whole.loss_curve
@@ -268,10 +269,10 @@ def test_the_loss_of_an_epoch_is_that_of_the_margins_the_steps_saw(problem_of):
 
 def test_zero_epochs_give_back_the_start(problem_of):
     start = np.arange(23.0)
-    found = run_ca_sgd(problem_of("squared"), options(s=3, epochs=0), weights=start, intercept=0.5)
-    np.testing.assert_array_equal(found.weights, start)
-    assert (found.intercept, found.steps, found.loss_curve, found.reductions) == (0.5, 0, (), 0)
-    assert set(found.seconds) == set(PARTS)
+    solution = run_ca_sgd(problem_of("squared"), options(s=3, epochs=0), start=Start(weights=start, intercept=0.5))
+    np.testing.assert_array_equal(solution.weights, start)
+    assert (solution.intercept, solution.steps, solution.loss_curve, solution.reductions) == (0.5, 0, (), 0)
+    assert set(solution.seconds) == set(PARTS)
 
 
 @pytest.mark.parametrize("s", [1, 8])
@@ -291,11 +292,11 @@ def test_ranks_that_disagree_are_named_before_the_first_sum(problem_of, ranks):
 def test_features_of_another_type_or_library_on_one_rank_are_named(problem_of, ranks):
     problem = problem_of("logistic")
 
-    def job(comm, other):
-        mine = take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank])
+    def job(comm, convert):
+        part = take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank])
         if comm.rank == 1:
-            mine = dataclasses.replace(mine, features=other(mine.features))
-        return run_ca_sgd(mine, options(s=2), comm=comm)
+            part = dataclasses.replace(part, features=convert(part.features))
+        return run_ca_sgd(part, options(s=2), comm=comm)
 
     with pytest.raises(InputError, match=r'rank 1 has features.dtype="float32" where the others have "float64"'):
         ranks(lambda comm: job(comm, lambda x: x.astype(np.float32)), 2)
@@ -317,11 +318,11 @@ def test_a_rank_without_columns_is_named_on_every_rank(s, form, problem_of, rank
 
     first, second = ranks(job, 2)
     assert second.startswith("a rank owns no column; got: rank 1 of 2")
-    assert first.startswith("another rank cannot start; got: rank 1: a rank owns no column")
+    assert first.startswith("rank 1 cannot go on; got: a rank owns no column")
 
 
 class _OwnSums:
-    """A communicator whose sums come out a little larger on one rank: what no AllReduce should do."""
+    """A communicator whose sums are a little larger on one rank, which no AllReduce should do."""
 
     def __init__(self, inner, factor):
         self._inner, self._factor = inner, factor
@@ -336,20 +337,20 @@ class _OwnSums:
 
 @pytest.mark.parametrize(("policy", "factor"), [("fp64", 1 + 1e-9), ("fp32", 1 + 1e-2)])
 @pytest.mark.parametrize("s", [1, 4])
-def test_ranks_that_no_longer_hold_the_same_model_are_told(s, policy, factor, problem_of, ranks):
+def test_ranks_that_no_longer_hold_the_same_model_raise(s, policy, factor, problem_of, ranks):
     problem = problem_of("squared")
 
     def job(comm):
-        mine = take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank])
+        part = take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank])
         comm = _OwnSums(comm, factor if comm.rank == 1 else 1.0)
         with pytest.raises(CommunicationError, match=r"no longer hold the same model after epoch 1; got: rank 1 has"):
-            run_ca_sgd(mine, options(s=s, policy=policy), comm=comm)
+            run_ca_sgd(part, options(s=s, policy=policy), comm=comm)
 
     ranks(job, 2)
 
 
 def test_rank_0_decides_when_to_stop(problem_of, ranks, monkeypatch):
-    """Rank 1 sees losses that go up and down in the last bits, as from another processor, and would stop at once."""
+    """The losses of rank 1 go up and down in the last bits, as on another processor, so it alone would stop at once."""
     score = Run._score
 
     def shaken(run, epoch):
@@ -357,10 +358,10 @@ def test_rank_0_decides_when_to_stop(problem_of, ranks, monkeypatch):
 
     monkeypatch.setattr(Run, "_score", shaken)
     problem = problem_of("squared", l2=1.0)
-    chosen = options(s=4, policy="fp32", epochs=60, tol=0.0, n_iter_no_change=1, schedule=Schedule("constant", 1e-7))
+    solver = options(s=4, policy="fp32", epochs=60, tol=0.0, n_iter_no_change=1, schedule=Schedule("constant", 1e-7))
 
     def job(comm):
-        return run_ca_sgd(take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank]), chosen, comm=comm)
+        return run_ca_sgd(take_columns(problem, [slice(0, 9), slice(9, None)][comm.rank]), solver, comm=comm)
 
     first, second = ranks(job, 2)
     assert (first.epochs, first.converged) == (second.epochs, second.converged)
@@ -375,10 +376,7 @@ def test_losses_of_an_earlier_part_count_for_the_end_of_training(problem_of):
     rest = run_ca_sgd(
         problem,
         options(epochs=50, earlier_losses=first.loss_curve, **shared),
-        weights=first.weights,
-        intercept=first.intercept,
-        first_step=first.steps,
-        first_epoch=first.epochs,
+        start=after(first),
     )
     assert not first.converged
     assert (rest.epochs, rest.converged) == (1, True)
@@ -397,10 +395,10 @@ def test_bad_columns_on_one_rank_end_every_rank(problem_of, ranks):
             run_ca_sgd(broken, options(s=2), comm=comm)
         return str(caught.value)
 
-    told = ranks(job, 3)
-    assert "another rank cannot start; got: rank 1: features hold NaN" in told[0]
-    assert told[1].startswith("features hold NaN")
-    assert told[2] == told[0]
+    messages = ranks(job, 3)
+    assert "rank 1 cannot go on; got: features hold NaN" in messages[0]
+    assert messages[1].startswith("features hold NaN")
+    assert messages[2] == messages[0]
 
 
 @pytest.mark.parametrize(
@@ -414,19 +412,19 @@ def test_bad_columns_on_one_rank_end_every_rank(problem_of, ranks):
         {"targets": np.full(203, np.nan)},
     ],
 )
-def test_what_is_no_problem_is_refused(wrong, problem_of):
+def test_an_invalid_problem_is_refused(wrong, problem_of):
     with pytest.raises(InputError):
         problem_of("logistic", **wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"s": 0}, {"batch_size": 0}, {"epochs": -1}, {"order": "random"}, {"policy": "x"}])
-def test_what_are_no_options_is_refused(wrong):
+def test_invalid_options_are_refused(wrong):
     with pytest.raises(InputError):
         options(**wrong)
 
 
 def full_loss(problem, solution):
-    """f on the features as given, in float64."""
+    """f on the original features, in float64."""
     weights = solution.weights.astype(np.float64)
     z = problem.features @ weights + solution.intercept
     return problem.objective.loss(z, problem.targets).mean() + problem.l2 / 2 * weights @ weights
@@ -439,9 +437,9 @@ def excess(problem, policy, *, s, batch_size, epochs):
     steps = -(-problem.rows // batch_size)
     schedule = Schedule("optimal", eta0, alpha=1 / (eta0 * steps))  # half of eta0 after one epoch
     shared = {"batch_size": batch_size, "epochs": epochs, "schedule": schedule}
-    exact = run_sgd(problem, Options(policy="fp32", **shared))
-    found = run_ca_sgd(problem, Options(s=s, policy=policy, **shared))
-    return full_loss(problem, found) / full_loss(problem, exact) - 1
+    exact = run_ca_sgd(problem, Options(policy="fp32", **shared))
+    mixed = run_ca_sgd(problem, Options(s=s, policy=policy, **shared))
+    return full_loss(problem, mixed) / full_loss(problem, exact) - 1
 
 
 @pytest.mark.parametrize("policy", ["recipe", "paper", "fp16", "bf16-gram"])
@@ -469,7 +467,7 @@ def test_mixed_precision_stays_within_a_twentieth_of_a_percent_on_real_data(name
 
 
 def test_a_low_format_shows_where_it_is_chosen(problem_of):
-    """Every choice that may be low changes the result, so none is a label without effect."""
+    """Every choice that may be low changes the result, so no choice is without effect."""
     problem = problem_of("logistic", m=256)
     base = run_ca_sgd(problem, options(s=4, policy="fp32")).weights
     for choice in ("x_storage", "margin_storage", "gram_storage", "weights"):

@@ -1,7 +1,11 @@
 """The estimators: scikit-learn's own checks, defaults that converge, and ranks and s that change no result."""
 
+import ast
+import doctest
+import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -44,8 +48,19 @@ def test_it_is_a_scikit_learn_estimator(estimator: Any, check: Any) -> None:
         check(estimator)
 
 
+@pytest.mark.parametrize("estimator", [CASGDClassifier, CASGDRegressor, CASGDPoissonRegressor])
+def test_every_parameter_of_an_estimator_is_documented_and_its_example_runs(estimator: Any) -> None:
+    for name, parameter in inspect.signature(estimator).parameters.items():
+        line = re.search(rf"^    {name} : .+, default=(.+)$", estimator.__doc__, re.MULTILINE)
+        assert line, name
+        assert ast.literal_eval(line[1]) == parameter.default
+    (example,) = doctest.DocTestFinder(recurse=False).find(estimator)
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
 def check_in_a_process_with_array_api(estimator: Any, check: Any) -> None:
-    """SciPy reads the variable when it is imported, so that the check would skip itself here."""
+    """SciPy reads the variable when it is imported, so in this process the check would skip itself."""
     kind = type(estimator).__name__
     code = f"""
 from sklearn.utils.estimator_checks import {check.func.__name__} as check
@@ -87,15 +102,15 @@ def penalised_loss(estimator: Any, kind: str, features: np.ndarray, targets: np.
 
 
 def share_left(fitted: Any, optimum: Any, kind: str, features: np.ndarray, targets: np.ndarray, alpha: float) -> float:
-    """How much of what there is to explain, from the best constant to the optimum, a fit has left."""
-    found, least = (penalised_loss(one, kind, features, targets, alpha) for one in (fitted, optimum))
+    """The share of the explainable loss, from the best constant to the optimum, that a fit has not explained."""
+    reached, least = (penalised_loss(model, kind, features, targets, alpha) for model in (fitted, optimum))
     constant = clone(fitted)
     constant.coef_, share = np.zeros_like(fitted.coef_), targets.mean()
     if kind == "squared":
         constant.intercept_ = share
     else:
         constant.intercept_ = np.log(share / (1 - share) if kind == "logistic" else share)
-    return (found - least) / (penalised_loss(constant, kind, features, targets, alpha) - least)
+    return (reached - least) / (penalised_loss(constant, kind, features, targets, alpha) - least)
 
 
 OPTIMA = [
@@ -113,10 +128,10 @@ def test_defaults_converge_within_4_percent_of_the_optimum_on_standardised_data(
     targets = np.round(targets / 10) if kind == "poisson" else targets
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # NotConvergedWarning
-        found = ours(random_state=0).fit(features, targets)
-    assert found.n_iter_ < 200
+        fitted = ours(random_state=0).fit(features, targets)
+    assert fitted.n_iter_ < 200
     optimum = best(len(targets) * 1e-4).fit(features, targets)
-    assert share_left(found, optimum, kind, features, targets, 1e-4) < 0.04
+    assert share_left(fitted, optimum, kind, features, targets, 1e-4) < 0.04
 
 
 @pytest.mark.parametrize("batch_size", [8, 32, 128])
@@ -126,10 +141,10 @@ def test_a_stronger_penalty_converges_within_3_percent_at_any_batch_size(
 ) -> None:
     features, targets = cancer if kind == "logistic" else diabetes
     targets = np.round(targets / 10) if kind == "poisson" else targets
-    found = ours(alpha=1e-2, batch_size=batch_size, random_state=0).fit(features, targets)
-    assert found.n_iter_ < 200
+    fitted = ours(alpha=1e-2, batch_size=batch_size, random_state=0).fit(features, targets)
+    assert fitted.n_iter_ < 200
     optimum = best(len(targets) * 1e-2).fit(features, targets)
-    assert share_left(found, optimum, kind, features, targets, 1e-2) < 0.03
+    assert share_left(fitted, optimum, kind, features, targets, 1e-2) < 0.03
 
 
 def test_s_changes_no_result(cancer: Any) -> None:
@@ -191,15 +206,15 @@ def test_sparse_and_dense_features_give_the_same_model(cancer: Any) -> None:
     features, labels = cancer
     features = np.where(np.abs(features) > 1, features, 0)
     dense, sparse = (
-        CASGDClassifier(precision="fp64", max_iter=3, tol=None, random_state=0).fit(given, labels)
-        for given in (features, csr_array(features))
+        CASGDClassifier(precision="fp64", max_iter=3, tol=None, random_state=0).fit(matrix, labels)
+        for matrix in (features, csr_array(features))
     )
     np.testing.assert_allclose(sparse.coef_, dense.coef_, rtol=1e-11)
     np.testing.assert_allclose(sparse.predict_proba(csr_array(features)), dense.predict_proba(features), rtol=1e-11)
 
 
 def test_double_data_is_rounded_once(diabetes: Any) -> None:
-    """1 + 2^-8 + 2^-30 is just above the middle of two BF16 numbers; by way of float32 it would become the middle."""
+    """1 + 2^-8 + 2^-30 is just above the middle of two BF16 numbers; rounded through float32 it would be the middle."""
     features = np.array([[1 + 2.0**-8 + 2.0**-30], [0.0]] * 8)
     steps: dict[str, Any] = {"eta0": 0.5, "learning_rate": "constant", "max_iter": 1, "tol": None, "batch_size": 16}
     fitted = CASGDRegressor(precision="recipe", alpha=0, fit_intercept=False, **steps)
@@ -210,7 +225,7 @@ def test_double_data_is_rounded_once(diabetes: Any) -> None:
 
 @pytest.mark.parametrize("column_block", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_two_ranks_find_what_one_finds_and_both_know_all_of_it(
+def test_two_ranks_reach_the_model_of_one_and_both_hold_all_of_it(
     column_block: bool, sparse: bool, cancer: Any, ranks: Any
 ) -> None:
     features, labels = cancer
@@ -218,10 +233,10 @@ def test_two_ranks_find_what_one_finds_and_both_know_all_of_it(
     alone = CASGDClassifier(**settings).fit(features, labels)
 
     def work(comm: Any) -> Any:
-        own = features[:, slice(0, 11) if comm.rank == 0 else slice(11, 30)] if column_block else features
-        given = csr_array(own) if sparse else own
-        fitted = CASGDClassifier(**settings, comm=comm, column_block=column_block).fit(given, labels)
-        return fitted, fitted.predict_proba(given)
+        columns = features[:, slice(0, 11) if comm.rank == 0 else slice(11, 30)] if column_block else features
+        matrix = csr_array(columns) if sparse else columns
+        fitted = CASGDClassifier(**settings, comm=comm, column_block=column_block).fit(matrix, labels)
+        return fitted, fitted.predict_proba(matrix)
 
     for fitted, probability in ranks(work, 2):
         np.testing.assert_allclose(fitted.coef_, alone.coef_, rtol=1e-10)
@@ -257,11 +272,11 @@ def test_planning_stays_within_its_share_of_a_short_training(diabetes: Any, rank
         assert "planning takes" in fitted.plan_.reasons[-1]
 
 
-def test_probes_that_were_no_good_are_told(diabetes: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(*given: Any, **named: Any) -> Any:
-        return replace(plan(*given, **named), warning="costs miss the probes by 40%")
+def test_unusable_probes_are_warned_of(diabetes: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*arguments: Any, **named: Any) -> Any:
+        return replace(plan(*arguments, **named), warning="costs miss the probes by 40%")
 
-    monkeypatch.setattr("precision_time.casgd.plan.plan", busy)
+    monkeypatch.setattr("precision_time.casgd.training.plan", busy)
     with pytest.warns(UserWarning, match="s=1: costs miss the probes by 40%"):
         ranks(lambda comm: CASGDRegressor(precision="fp32", tol=None, max_iter=2, comm=comm).fit(*diabetes), 2)
 
@@ -301,7 +316,7 @@ def test_a_rank_with_another_kind_of_features_is_named(other: Any, told: str, di
         ranks(lambda comm: CASGDRegressor(comm=comm).fit(other(features) if comm.rank else features, targets), 2)
 
 
-def test_on_risk_says_what_a_risk_leads_to() -> None:
+def test_on_risk_decides_the_consequence_of_a_risk() -> None:
     random = np.random.default_rng(0)
     features = random.normal(size=(2000, 32))
     targets = features @ np.ones(32) + 0.1 * random.normal(size=2000)
@@ -321,10 +336,10 @@ def test_bad_data_on_one_rank_end_the_others_at_once(diabetes: Any, ranks: Any) 
     features, targets = diabetes
 
     def work(comm: Any) -> Any:
-        own = features[:, :5].copy() if comm.rank == 0 else features[:, 5:]
-        own[3, 0] = np.nan if comm.rank == 0 else own[3, 0]
+        columns = features[:, :5].copy() if comm.rank == 0 else features[:, 5:]
+        columns[3, 0] = np.nan if comm.rank == 0 else columns[3, 0]
         with pytest.raises(InputError, match="NaN in row 3, column 0") as caught:
-            CASGDRegressor(comm=comm, column_block=True).fit(own, targets)
+            CASGDRegressor(comm=comm, column_block=True).fit(columns, targets)
         return str(caught.value)
 
     first, second = ranks(work, 2)
@@ -346,11 +361,11 @@ def test_the_guard_leaves_easy_data_in_bf16_and_falls_back_on_nearly_exact_data(
         hard = CASGDRegressor(random_state=0, max_iter=20, tol=None).fit(features, targets)
     assert hard.precision_.name in ("fp16", "fp32")
     with pytest.warns(PrecisionWarning):
-        kept = CASGDRegressor(random_state=0, max_iter=2, tol=None, precision="recipe").fit(features, targets)
-    assert kept.precision_.name == "recipe"
+        warned = CASGDRegressor(random_state=0, max_iter=2, tol=None, precision="recipe").fit(features, targets)
+    assert warned.precision_.name == "recipe"
 
 
-def test_too_few_epochs_are_told(diabetes: Any) -> None:
+def test_too_few_epochs_are_warned_of(diabetes: Any) -> None:
     with pytest.warns(NotConvergedWarning, match="max_iter=2"):
         CASGDRegressor(max_iter=2, random_state=0).fit(*diabetes)
 

@@ -1,4 +1,4 @@
-"""``precision-time glm``: what it prints and writes, its exit codes, and one voice under mpiexec."""
+"""``precision-time glm``: its output and files, its exit codes, and that only rank 0 prints under mpiexec."""
 
 import json
 import os
@@ -13,6 +13,12 @@ import pytest
 from sklearn.datasets import load_breast_cancer, load_diabetes
 
 from precision_time.__main__ import run
+from precision_time.casgd.command_data import read_data
+from precision_time.casgd.command_runs import bound_errors
+from precision_time.casgd.communicator import OneProcess
+from precision_time.casgd.errors import InputError
+from precision_time.casgd.precision import CHOICES
+from precision_time.casgd.problem import PARTS
 
 
 def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -64,13 +70,13 @@ def test_the_written_coefficients_are_in_the_units_of_the_data(
     report = run_json(["fit", "diabetes", how, "--out", str(out)], capsys)
     with np.load(out, allow_pickle=False) as model:
         coef, intercept, objective = model["coef"], float(model["intercept"]), str(model["objective"])
-        chosen = str(model["precision"]), int(model["s"]), float(model["predicted_excess"])
+        settings = str(model["precision"]), int(model["s"]), float(model["predicted_excess"])
     features, targets = load_diabetes(return_X_y=True)
     residuals = targets - features @ coef - intercept
     assert 1 - residuals.var() / targets.var() - (residuals.mean() ** 2) / targets.var() == pytest.approx(
         report["score"], abs=1e-4
     )
-    assert chosen == (report["precision"], report["s"], report["predicted_excess"])
+    assert settings == (report["precision"], report["s"], report["predicted_excess"])
     assert objective == "squared"
     assert [path.name for path in tmp_path.iterdir()] == ["model.npz"]
 
@@ -78,18 +84,16 @@ def test_the_written_coefficients_are_in_the_units_of_the_data(
 def test_a_libsvm_file_is_cached_and_its_dense_and_sparse_models_agree(
     libsvm_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--n-features", "5", "--as-is", "--precision", "fp64"]
-    dense = run_json(["fit", str(libsvm_file), *given], capsys)
+    options = ["--n-features", "5", "--as-is", "--precision", "fp64"]
+    dense = run_json(["fit", str(libsvm_file), *options], capsys)
     again = run_json(["fit", f"{libsvm_file}.columns", "--as-is", "--precision", "fp64"], capsys)
     cache = str(libsvm_file.parent / "sparse")
-    sparse = run_json(["fit", str(libsvm_file), *given, "--sparse", "--cache", cache], capsys)
+    sparse = run_json(["fit", str(libsvm_file), *options, "--sparse", "--cache", cache], capsys)
     assert dense["score"] > 0.8
     assert dense["loss"] == again["loss"] == pytest.approx(sparse["loss"], rel=1e-6)
 
 
-def test_an_excess_that_nobody_looked_at_is_not_a_number_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_excess_that_was_not_judged_is_nan_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "model.npz"
     report = run_json(["fit", "diabetes", "--precision", "fp32", "--out", str(out)], capsys)
     assert report["predicted_excess"] is None
@@ -98,16 +102,16 @@ def test_an_excess_that_nobody_looked_at_is_not_a_number_in_the_file(
         assert str(model["precision"]) == "fp32"
 
 
-def test_a_risk_is_what_on_risk_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_risk_of_a_command_decides_the_consequence_of_a_risk(capsys: pytest.CaptureFixture[str]) -> None:
     # 60 columns that are nearly enough to explain 70 rows.
-    given = ["fit", "synth-squared", "--rows", "70", "--n-features", "60", "--max-iter", "300"]
-    assert run(["glm", *given, "--on-risk", "raise", "--largest-excess", "1e-9", "--json"]) == 2
+    arguments = ["fit", "synth-squared", "--rows", "70", "--n-features", "60", "--max-iter", "300"]
+    assert run(["glm", *arguments, "--on-risk", "raise", "--largest-excess", "1e-9", "--json"]) == 2
     assert "does not suit the data" in json.loads(capsys.readouterr().err)["what"]
-    warned = run_json([*given, "--on-risk", "warn", "--largest-excess", "1e-9"], capsys)
+    warned = run_json([*arguments, "--on-risk", "warn", "--largest-excess", "1e-9"], capsys)
     assert warned["precision"] == "recipe"
     assert any("near interpolation" in text for text in warned["warnings"])
-    assert run_json([*given, "--largest-excess", "1e-9"], capsys)["precision"] == "fp32"
-    assert run_json([*given, "--largest-excess", "1e9"], capsys)["precision"] == "recipe"
+    assert run_json([*arguments, "--largest-excess", "1e-9"], capsys)["precision"] == "fp32"
+    assert run_json([*arguments, "--largest-excess", "1e9"], capsys)["precision"] == "recipe"
 
 
 def test_prefetch_doubles_the_sums_of_a_fit_and_of_a_bench(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,22 +145,59 @@ def test_a_fit_tells_why_arrays_go_through_the_host(
     assert run_json(["fit", "diabetes"], capsys)["staging"] == reason
 
 
-def test_plan_predicts_an_epoch_and_gives_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    # So long a delay outlasts what else runs on the machine.
-    made = run_json(["plan", "synth-logistic", "--rows", "4000", "--batch-size", "16", "--delay-us", "500"], capsys)
-    assert made["s"] > 1
-    assert made["low_s"] < made["seconds_per_epoch"] < made["high_s"]
+def test_plan_predicts_an_epoch_and_gives_reasons(capsys: pytest.CaptureFixture[str], simulate_probes: Any) -> None:
+    simulate_probes(lambda s, b: dict.fromkeys(PARTS, 1e-6 * s) | {"communicate": 5e-4})
+    report = run_json(["plan", "synth-logistic", "--rows", "4000", "--batch-size", "16", "--delay-us", "500"], capsys)
+    assert report["s"] == 64
+    assert report["low_s"] < report["seconds_per_epoch"] < report["high_s"]
     assert run(["glm", "plan", "diabetes"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("s=1, ")
     assert "one process" in printed
 
 
+@pytest.mark.parametrize("data", ["diabetes", "breast_cancer", "synth-poisson"])
+def test_plan_bounds_the_errors_that_it_measures(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", data, "--rows", "300", "--batch-size", "8", "--bounds"]
+    study = run_json(arguments, capsys)["bounds"]
+    assert (study["s"], study["batch_size"]) == (8, 8)
+    assert 1 <= study["propagation"] <= (study["worst_propagation"] or np.inf)
+    assert list(study["policies"]) == ["recipe", "fp16", "fp32"]
+    for errors in study["policies"].values():
+        assert [error["choice"] for error in errors] == [*CHOICES, "all"]
+        assert all(error["bound"] >= error["measured"] > 0 for error in errors)
+    rounded = {policy: errors[0] for policy, errors in study["policies"].items()}
+    assert [error["format"] for error in rounded.values()] == ["bf16", "fp16", "fp32"]
+    assert rounded["recipe"]["measured"] > 4 * rounded["fp16"]["measured"] > 1e3 * rounded["fp32"]["measured"]
+    assert run(["glm", *arguments, "--precision", "paper"]) == 0
+    _, header, *rows = capsys.readouterr().out.partition("relative error")[2].splitlines()
+    assert header.split() == ["precision", "rounding", "format", "bound", "measured"]
+    assert [row.split()[:2] for row in rows] == [["paper", choice] for choice in (*CHOICES, "all")]
+
+
+def test_bounds_on_several_ranks_are_refused() -> None:
+    ranks = OneProcess()
+    ranks.size = 2
+    data = read_data("diabetes", comm=OneProcess())
+    with pytest.raises(InputError, match="bounds need all columns in one process; got: 2 ranks"):
+        bound_errors(data, comm=ranks, alpha=0.0, batch_size=8, precision="auto", seed=0)
+
+
+def test_a_number_beyond_the_format_has_no_measured_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "large.svm"
+    path.write_text("".join(f"{row % 2} 1:{1e5 + row} 2:{row % 7}\n" for row in range(64)), encoding="ascii")
+    arguments = ["plan", str(path), "--n-features", "2", "--as-is", "--bounds"]
+    study = run_json(arguments, capsys)["bounds"]
+    assert study["policies"]["fp16"][0]["measured"] is None
+    assert run(["glm", *arguments]) == 0
+    assert "out of range" in capsys.readouterr().out
+
+
 def test_bench_shows_fewer_sums_and_the_same_loss(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "synth-squared", "--rows", "640", "--s", "1", "--s", "8", "--batch-size", "16",
                  "--precision", "fp32", "--repeats", "1", "--delay-us", "20"]  # fmt: skip
-    told = run_json(arguments, capsys)
-    plain, unrolled = told["runs"]
+    report = run_json(arguments, capsys)
+    plain, unrolled = report["runs"]
     assert (plain["reductions_per_epoch"], unrolled["reductions_per_epoch"]) == (40, 5)
     assert unrolled["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert plain["speedup"] == 1
@@ -177,6 +218,8 @@ def test_bench_shows_fewer_sums_and_the_same_loss(capsys: pytest.CaptureFixture[
         (["fit", "diabetes", "--eta0", "1000", "--learning-rate", "constant", "--precision", "fp32"], "diverged"),
         (["bench", "diabetes", "--s", "0"], "s is not usable"),
         (["plan", "diabetes", "--delay-us", "nan"], "delay"),
+        (["plan", "diabetes", "--bounds", "--precision", "fp8"], "unknown precision policy"),
+        (["plan", "diabetes", "--bounds", "--precision", "fp64"], "no rounding error to bound"),
     ],
 )
 def test_bad_input_ends_with_2_and_one_json_line(
@@ -210,7 +253,7 @@ assert not loaded, loaded
 
 
 @pytest.mark.mpi
-def test_two_ranks_speak_with_one_voice(tmp_path: Path) -> None:
+def test_of_two_ranks_only_one_prints(tmp_path: Path) -> None:
     mpiexec = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     assert mpiexec, "pip install mpich"
 
@@ -229,15 +272,15 @@ def test_two_ranks_speak_with_one_voice(tmp_path: Path) -> None:
     assert ((margins > 0) == load_breast_cancer().target).mean() == pytest.approx(report["score"])
     planned = start("plan", "synth-logistic", "--rows", "1000", "--batch-size", "16", "--json")
     assert planned.returncode == 0, planned.stderr
-    made = json.loads(planned.stdout)
-    assert made["ranks"] == made["samples"][0]["ranks"] == 2
-    assert made["samples"][0]["columns"] == 14
-    assert made["s"] in (1, 2, 4, 8, 16, 32)
+    plan = json.loads(planned.stdout)
+    assert plan["ranks"] == plan["samples"][0]["ranks"] == 2
+    assert plan["samples"][0]["columns"] == 14
+    assert plan["s"] in (1, 2, 4, 8, 16, 32)
     timed = start("bench", "synth-logistic", "--rows", "640", "--s", "1", "--s", "8", "--repeats", "1", "--json")
     assert timed.returncode == 0, timed.stderr
-    told = json.loads(timed.stdout)
-    assert told["ranks"] == 2
-    by_cell = {(run["precision"], run["s"]): run for run in told["runs"]}
+    timings = json.loads(timed.stdout)
+    assert timings["ranks"] == 2
+    by_cell = {(run["precision"], run["s"]): run for run in timings["runs"]}
     assert {cell: run["reductions_per_epoch"] for cell, run in by_cell.items()} == {
         ("fp32", 1): 40, ("fp32", 8): 5, ("recipe", 1): 40, ("recipe", 8): 5,
     }  # fmt: skip

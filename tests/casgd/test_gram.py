@@ -7,7 +7,7 @@ import scipy.sparse
 
 from precision_time.casgd.arrays import library_of, store_features, work_type
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.gram import PackedGram, fill_gram, fill_margins, packed_words
+from precision_time.casgd.gram import PackedGram, fill_gram, fill_margins, packed_gram_words
 from precision_time.casgd.precision import POLICIES, round_to
 
 
@@ -19,7 +19,7 @@ def packed_from(block, sizes, weights, kind=np.float64):
     return packed
 
 
-# The shapes reach both ways of multiplying: block row by block row, and the whole product.
+# The shapes cover both products: block row by block row, and the whole product.
 @pytest.mark.parametrize(("sizes", "n"), [([3] * 5, 11), ([16] * 8, 130), ([4] * 8, 20), ([5, 5, 5, 2], 7), ([6], 4)])
 @pytest.mark.parametrize("form", [np.asarray, scipy.sparse.csr_matrix, scipy.sparse.csr_array])
 def test_the_buffer_has_the_strictly_lower_blocks_and_the_margins(sizes, n, form):
@@ -50,8 +50,11 @@ def test_a_gram_of_ones_in_16_bits_counts_them_all(policy, sizes):
 
 def test_words_are_half_of_the_gram_without_its_diagonal_blocks_and_the_margins():
     for s, b in ((1, 16), (8, 16), (32, 4)):
-        assert PackedGram([b] * s, dtype=np.dtype(np.float32)).words == packed_words(s, b)
-        assert packed_words(s, b) == b * b * s * (s - 1) // 2 + s * b
+        assert packed_gram_words(s * b, b) == b * b * s * (s - 1) // 2
+    for sizes in ([16], [16] * 8, [4] * 32, [5, 5, 5, 2], [7, 1]):
+        packed = PackedGram(sizes, dtype=np.dtype(np.float32))
+        assert packed.gram.size == packed_gram_words(sum(sizes), sizes[0])
+        assert packed.buffer.size == packed.gram.size + sum(sizes)
 
 
 def test_another_type_on_the_wire_than_in_the_product_changes_only_the_rounding():
@@ -94,7 +97,7 @@ def test_blocks_of_two_slots_live_side_by_side():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("policy", ["fp32", "recipe", "fp16"])
 @pytest.mark.parametrize("form", [np.asarray, scipy.sparse.csr_matrix])
-def test_features_that_are_not_finite_are_named(bad, policy, form):
+def test_features_that_are_not_finite_are_refused(bad, policy, form):
     features = np.ones((5, 4))
     features[3, 2] = bad
     with pytest.raises(InputError, match="NaN or infinity"):
@@ -109,7 +112,7 @@ def test_features_past_the_range_of_fp16_are_named_with_their_place():
     store_features(features, POLICIES["recipe"])
 
 
-def test_the_library_is_told_by_the_input():
+def test_the_library_of_an_array_is_recognised():
     assert library_of(np.ones((2, 2))) == "numpy"
     assert library_of(scipy.sparse.csr_array(np.eye(2))) == "scipy"
     with pytest.raises(InputError, match="tocsr"):

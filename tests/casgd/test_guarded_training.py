@@ -1,4 +1,4 @@
-"""Data with too many columns to judge before training: the guard looks at the weights of the first epochs instead."""
+"""Data with too many columns to judge before training: the guard judges the weights of the first epochs instead."""
 
 import math
 import warnings
@@ -13,8 +13,7 @@ from precision_time.casgd.estimators import CASGDClassifier, CASGDRegressor
 from precision_time.casgd.guard import choose_policy
 from precision_time.casgd.guarded_training import GuardSettings, train_guarded
 from precision_time.casgd.objectives import SQUARED
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 from precision_time.casgd.training import Start
 
 
@@ -25,13 +24,13 @@ def wide(noise: float, *, m: int = 3000, n: int = 500) -> tuple[np.ndarray, np.n
     return x, x @ (random.standard_normal(n) * math.sqrt(25 / n)) + noise * random.standard_normal(m)
 
 
-def fit(x: np.ndarray, y: np.ndarray, **given: Any) -> tuple[Any, list[str]]:
+def fit(x: np.ndarray, y: np.ndarray, **changed: Any) -> tuple[Any, list[str]]:
     """A fitted regressor, and the precision warnings on the way."""
-    settings: dict[str, Any] = {"max_iter": 30, "tol": None, "random_state": 0, "alpha": 0.0, **given}
+    settings: dict[str, Any] = {"max_iter": 30, "tol": None, "random_state": 0, "alpha": 0.0, **changed}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted = CASGDRegressor(**settings).fit(x, y)
-    return fitted, [str(one.message) for one in caught if issubclass(one.category, PrecisionWarning)]
+    return fitted, [str(warning.message) for warning in caught if issubclass(warning.category, PrecisionWarning)]
 
 
 def loss(fitted: Any, x: np.ndarray, y: np.ndarray) -> float:
@@ -41,29 +40,29 @@ def loss(fitted: Any, x: np.ndarray, y: np.ndarray) -> float:
 def test_wide_data_that_nearly_interpolate_fall_back_and_lose_nothing() -> None:
     x, y = wide(0.01)
     exact, _ = fit(x, y, precision="fp32")
-    guarded, told = fit(x, y)
+    guarded, texts = fit(x, y)
     assert guarded.precision_.name in ("fp16", "fp32")
     assert abs(loss(guarded, x, y) / loss(exact, x, y) - 1) < 0.005
-    assert "near interpolation: rounding to recipe" in told[0]
-    assert "on the rounded features" in told[0]
+    assert "near interpolation: rounding to recipe" in texts[0]
+    assert "on the rounded features" in texts[0]
     assert guarded.verdict_.requested_excess > 0.005 > guarded.verdict_.predicted_excess
     assert guarded.verdict_.requested.name == "recipe"
-    # Training starts anew: all figures are those of the policy in use.
+    # Training starts anew, so all figures are those of the policy in use.
     assert (guarded.n_iter_, len(guarded.loss_curve_), guarded.t_) == (30, 30, 30 * math.ceil(3000 / 32))
     if guarded.precision_.name == "fp32":
         np.testing.assert_array_equal(guarded.coef_, exact.coef_)
-    kept, told = fit(x, y, precision="recipe")
-    assert loss(kept, x, y) / loss(exact, x, y) - 1 > 0.01  # what the fall-back is for
-    assert kept.precision_.name == "recipe"
-    assert len(told) == 1
-    assert "near interpolation: rounding to recipe" in told[0]
+    warned, texts = fit(x, y, precision="recipe")
+    assert loss(warned, x, y) / loss(exact, x, y) - 1 > 0.01  # which the fall-back avoids
+    assert warned.precision_.name == "recipe"
+    assert len(texts) == 1
+    assert "near interpolation: rounding to recipe" in texts[0]
 
 
 def test_wide_data_of_low_risk_keep_the_recipe_without_a_word() -> None:
     x, y = wide(3.0)
-    guarded, told = fit(x, y)
+    guarded, texts = fit(x, y)
     assert guarded.precision_.name == "recipe"
-    assert told == []
+    assert texts == []
     assert 0 < guarded.verdict_.predicted_excess < 0.005
     assert guarded.verdict_.warnings == ()
     exact, _ = fit(x, y, precision="fp32")
@@ -71,15 +70,15 @@ def test_wide_data_of_low_risk_keep_the_recipe_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"on_risk": "raise"}, {"on_risk": "raise", "precision": "recipe"}])
-def test_a_risk_found_during_training_is_raised_as_asked(asked: dict[str, Any]) -> None:
+def test_a_risk_found_during_training_is_raised(asked: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="near interpolation"):
         fit(*wide(0.01), **asked)
 
 
-def test_auto_may_be_told_to_warn_only_and_a_limit_may_be_raised() -> None:
+def test_auto_can_warn_only_and_its_limit_can_be_raised() -> None:
     x, y = wide(0.01)
-    warned, told = fit(x, y, on_risk="warn", max_iter=10)
-    assert (warned.precision_.name, len(told)) == ("recipe", 1)
+    warned, texts = fit(x, y, on_risk="warn", max_iter=10)
+    assert (warned.precision_.name, len(texts)) == ("recipe", 1)
     assert fit(x, y, largest_excess=1e3)[0].precision_.name == "recipe"
 
 
@@ -92,17 +91,19 @@ def test_judging_on_the_way_changes_no_iterate_and_no_end() -> None:
         settings = GuardSettings(on_risk="fallback", largest_excess=0.005, own_steps=True, epochs=37)
         verdict = choose_policy(problem, options)
         assert verdict.unjudged_warning
-        whole, parts = (
-            train_guarded([problem], [options], starts=[Start()], verdict=given, settings=settings, comm=OneProcess())
-            for given in (None, verdict)
+        undivided, parts = (
+            train_guarded(
+                [problem], [options], starts=[Start()], verdict=judgement, settings=settings, comm=OneProcess()
+            )
+            for judgement in (None, verdict)
         )
-        (one,), (other,) = whole.solutions, parts.solutions
-        np.testing.assert_array_equal(one.weights, other.weights)
-        assert one.loss_curve == other.loss_curve
-        assert (one.epochs, one.steps, one.converged) == (other.epochs, other.steps, other.converged)
-        assert one.converged == (tol is not None)
-        assert one.reductions == other.reductions
-        assert whole.verdict is None
+        (first,), (second,) = undivided.solutions, parts.solutions
+        np.testing.assert_array_equal(first.weights, second.weights)
+        assert first.loss_curve == second.loss_curve
+        assert (first.epochs, first.steps, first.converged) == (second.epochs, second.steps, second.converged)
+        assert first.converged == (tol is not None)
+        assert first.reductions == second.reductions
+        assert undivided.verdict is None
         assert parts.verdict is not None
         assert parts.verdict.predicted_excess < 0.005
 

@@ -29,7 +29,7 @@ def test_the_error_of_a_rounding_stays_below_the_unit_roundoff_and_comes_near_it
 
 
 def test_float64_is_rounded_once():
-    above_a_tie = 1 + 2.0**-8 + 2.0**-40  # by way of float32 it would be the tie, and go to 1
+    above_a_tie = 1 + 2.0**-8 + 2.0**-40  # through float32 it would be the tie, and round to 1
     assert round_to([above_a_tie, -above_a_tie], "bf16").tolist() == [1 + 2.0**-7, -1 - 2.0**-7]
     assert round_to(1 + 2.0**-8 - 2.0**-40, "bf16") == 1
     assert round_to(1 + 2.0**-11 + 2.0**-40, "tf32") == 1 + 2.0**-10

@@ -1,4 +1,4 @@
-"""Measure the GPU back end of CA-SGD on one GPU, judge what was found, and write both as JSON; casgd_check.sh runs it.
+"""Measure the GPU back end of CA-SGD on one GPU, judge the results, and write both as JSON; casgd_check.sh runs it.
 
 python tests/gpu/casgd_check.py OUT [--seconds N]. Each part has limits; a part that misses one, or fails, is named at
 the end and makes the exit status 1. A part that cannot run here (no MPI, no NCCL), or for which no time is left, is
@@ -20,19 +20,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from precision_time.casgd import gpu
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import MpiCommunicator, NcclCommunicator, OneProcess, Pending
+from precision_time.casgd.communicator import DelayedCommunicator, OneProcess, Pending
 from precision_time.casgd.kernels import SOURCE
+from precision_time.casgd.mpi import MpiCommunicator
+from precision_time.casgd.nccl import NcclCommunicator
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.plan import plan
 from precision_time.casgd.precision import POLICIES
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 
 SHAPES = {"susy": (2**18, 18), "higgs": (2**18, 28), "epsilon": (2**15, 2000)}
 PRODUCTS = ((64, 256, 1024, 4096), (18, 28, 500, 2000, 16384))  # rows, columns
@@ -45,14 +46,27 @@ SUMMED = (1024, 128, 4, 64)  # rows, columns, s, b
 REPEAT = 20  # calls that are timed together
 RANK_ROWS = 4096
 
-# What is judged. 1e-6 of |Y| |Y|^T is for the products that are used, those between rows; a row by itself sums squares,
-# all of one sign, and tensor cores cut off what they add instead of rounding it, at the last place of the sum.
+# The limits. 1e-6 of |Y| |Y|^T is for products of two different rows, which the solver uses. The product of a row with
+# itself sums squares, all of one sign, and tensor cores truncate at the last place of the sum instead of rounding.
 LARGEST_PRODUCT_ERROR = 1e-6
 CUT_OFF = 2.0**-23  # of a sum of squares, a column at most
 LARGEST_ITERATE_ERROR = 1e-5  # FP32 arithmetic in another order
 LARGEST_LOSS_GAPS = {"fp32": 1e-4, "recipe": 5e-3, "paper": 5e-3}
 LARGEST_ABOVE_BEST = 0.25  # of the planner's choice: probes of 20 outer steps of some 10 us are rough
-START = {"comm": None, "intercept": 0.0, "first_step": 0, "first_epoch": 0}
+
+# A kernel that takes about so many nanoseconds: the time that a slower network would add to a sum. One thread.
+WAIT = """
+#define HAS_WAIT_NS
+extern "C" __global__ void wait_ns(unsigned long long nanoseconds) {
+#ifdef __CUDA_ARCH__
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - start < nanoseconds);
+#endif
+}
+"""
 
 
 class NotRunError(Exception):
@@ -76,16 +90,16 @@ def on_device(problem: Problem) -> Problem:
 
 
 def make_options(policy: str, s: int, b: int, **more: Any) -> Options:
-    given = {"epochs": 1, "schedule": Schedule(kind="invscaling", eta0=0.5), **more}
-    return Options(s=s, batch_size=b, policy=POLICIES[policy], **given)
+    settings = {"epochs": 1, "schedule": Schedule(kind="invscaling", eta0=0.5), **more}
+    return Options(s=s, batch_size=b, policy=POLICIES[policy], **settings)
 
 
 def seconds_of(launch: Callable[[], Any]) -> float:
-    """Device seconds of one call, by events about ``REPEAT`` of them, the least of three."""
+    """Device seconds of one call, by events around ``REPEAT`` calls, the least of three."""
     import cupy
 
     launch()
-    found = []
+    times_s = []
     for _ in range(3):
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
         start.record()
@@ -93,8 +107,8 @@ def seconds_of(launch: Callable[[], Any]) -> float:
             launch()
         stop.record()
         stop.synchronize()
-        found.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3 / REPEAT)
-    return min(found)
+        times_s.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3 / REPEAT)
+    return min(times_s)
 
 
 def find_versions() -> dict[str, Any]:
@@ -104,8 +118,8 @@ def find_versions() -> dict[str, Any]:
     nccl = importlib.import_module("cupy.cuda.nccl")  # no attribute of cupy.cuda before that
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     values = np.array([1.0, 1 + 2.0**-8, 3.14159, 65504.0], dtype=np.float32)
-    there = cupy.asarray(values).astype(ml_dtypes.bfloat16)
-    product = cupy.matmul(there.reshape(2, 2), there.reshape(2, 2))
+    on_gpu = cupy.asarray(values).astype(ml_dtypes.bfloat16)
+    product = cupy.matmul(on_gpu.reshape(2, 2), on_gpu.reshape(2, 2))
     return {
         "gpu": properties["name"].decode(),
         "cupy": cupy.__version__,
@@ -114,7 +128,7 @@ def find_versions() -> dict[str, Any]:
         "driver": cupy.cuda.runtime.driverGetVersion(),
         "nccl_available": bool(nccl.available),
         "nccl": nccl.get_version() if nccl.available else None,
-        "bf16_round_trip": bool((there.get().astype(np.float32) == values.astype(ml_dtypes.bfloat16)).all()),
+        "bf16_round_trip": bool((on_gpu.get().astype(np.float32) == values.astype(ml_dtypes.bfloat16)).all()),
         "bf16_matmul_dtype": str(product.dtype),
         "tf32_variable": os.environ.get("CUPY_TF32"),
     }
@@ -129,7 +143,7 @@ def check_products() -> list[dict[str, Any]]:
             problem = on_device(make_problem(rows, columns))
             for policy in (POLICIES["recipe"], POLICIES["fp32"], tf32):
                 options = replace(make_options("fp32", 2, rows // 2), policy=policy)
-                run = gpu.DeviceRun(problem, options, **START)
+                run = gpu.DeviceRun(problem, options)
                 run._prepare(rows, with_gram=True)
                 block, gram = run._blocks[0], run._gram
                 block[...] = run.device_features
@@ -157,7 +171,7 @@ def check_products() -> list[dict[str, Any]]:
 
 
 def check_recurrence() -> list[dict[str, Any]]:
-    """One outer step against NumPy in float64 on the same rounded features, and what its kernels take."""
+    """One outer step against NumPy in float64 on the same rounded features, and the times of its kernels."""
     results = []
     for objective in ("logistic", "squared", "poisson"):
         for s, b in RECURRENCES:
@@ -166,15 +180,15 @@ def check_recurrence() -> list[dict[str, Any]]:
             exact = run_ca_sgd(
                 problem, replace(options, policy=POLICIES["fp64"].replace(name="exact", x_storage="bf16"))
             )
-            found = gpu.run_ca_sgd(on_device(problem), options)
-            run = gpu.DeviceRun(on_device(problem), options, **START)
-            run.pass_over(next(run.epochs()), s)
+            solution = run_ca_sgd(on_device(problem), options)
+            run = gpu.DeviceRun(on_device(problem), options)
+            run.pass_over(next(run.epochs()))
             results.append(
                 {
                     "objective": objective,
                     "s": s,
                     "b": b,
-                    "error": float(np.abs(found.weights - exact.weights).max() / np.abs(exact.weights).max()),
+                    "error": float(np.abs(solution.weights - exact.weights).max() / np.abs(exact.weights).max()),
                     "launched": list(run.launched),
                     "outer_step_us": seconds_of(lambda run=run, n=s * b: run._outer_step(0, n)) * 1e6,
                     **time_kernels(run, s * b),
@@ -199,22 +213,22 @@ def time_kernels(run: Any, rows: int) -> dict[str, float]:
 
 
 def check_end_to_end() -> list[dict[str, Any]]:
-    """us per SGD-equivalent step and the loss after an epoch, one GPU: what is saved are launches only."""
+    """us per SGD-equivalent step and the loss after an epoch, on one GPU, where s saves only launches."""
     results = []
     for shape, (m, n) in SHAPES.items():
-        whole = make_problem(m, n)
+        full = make_problem(m, n)
         for b in END_TO_END[0]:
             rows = min(m, END_TO_END[2] * b)
-            problem = on_device(replace(whole, features=whole.features[:rows], targets=whole.targets[:rows]))
+            problem = on_device(replace(full, features=full.features[:rows], targets=full.targets[:rows]))
             plain = None
             for policy in ("fp32", "recipe", "paper", "bf16-gram"):
                 for s in END_TO_END[1]:
                     if s * b > 4096:
                         continue
-                    gpu.run_ca_sgd(problem, make_options(policy, s, b))
-                    found = gpu.run_ca_sgd(problem, make_options(policy, s, b, epochs=2))
-                    plain = plain or found
-                    step_s = sum(found.seconds.values()) / found.steps
+                    run_ca_sgd(problem, make_options(policy, s, b))
+                    solution = run_ca_sgd(problem, make_options(policy, s, b, epochs=2))
+                    plain = plain or solution
+                    step_s = sum(solution.seconds.values()) / solution.steps
                     results.append(
                         {
                             "shape": shape,
@@ -223,15 +237,15 @@ def check_end_to_end() -> list[dict[str, Any]]:
                             "policy": policy,
                             "step_us": step_s * 1e6,
                             "speedup": sum(plain.seconds.values()) / plain.steps / step_s,
-                            "loss_gap": found.loss_curve[-1] / plain.loss_curve[-1] - 1,
-                            "parts": {name: value / found.steps * 1e6 for name, value in found.seconds.items()},
+                            "loss_gap": solution.loss_curve[-1] / plain.loss_curve[-1] - 1,
+                            "parts": {name: value / solution.steps * 1e6 for name, value in solution.seconds.items()},
                         }
                     )
     return results
 
 
 def check_nccl() -> dict[str, Any]:
-    """Sums of one rank: that they change nothing, with and without prefetch, their cost, and what a stream captures."""
+    """Sums of one rank, with and without prefetch: correctness, cost, and whether a stream captures them."""
     import cupy
 
     if not importlib.import_module("cupy.cuda.nccl").available:
@@ -246,11 +260,11 @@ def check_nccl() -> dict[str, Any]:
     problem = on_device(make_problem(rows, columns))
     for name, prefetch in {"in_turn": False, "prefetch": True}.items():
         options = make_options("recipe", s, b, prefetch=prefetch)
-        found, alone = (gpu.run_ca_sgd(problem, options, comm=one) for one in (comm, None))
-        results[f"{name}_equal_bits"] = bool((found.weights == alone.weights).all())
-        results[f"{name}_step_us"] = sum(found.seconds.values()) / found.steps * 1e6
-    run = gpu.DeviceRun(problem, make_options("recipe", 1, b), **{**START, "comm": comm})
-    run.pass_over(next(run.epochs()), 1)
+        joined, alone = (run_ca_sgd(problem, options, comm=ranks) for ranks in (comm, None))
+        results[f"{name}_equal_bits"] = bool((joined.weights == alone.weights).all())
+        results[f"{name}_step_us"] = sum(joined.seconds.values()) / joined.steps * 1e6
+    run = gpu.DeviceRun(problem, make_options("recipe", 1, b), comm=comm)
+    run.pass_over(next(run.epochs()))
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def captured(launch: Callable[[], Any]) -> str:
@@ -269,53 +283,34 @@ def check_nccl() -> dict[str, Any]:
 
     run._timed = None  # events of a capture cannot be read
     results["graph_of_kernels_and_sum"] = captured(lambda: run._outer_step(0, b))
-    whole = gpu.DeviceRun(problem, make_options("recipe", s, b), **START)
-    whole.pass_over(next(whole.epochs()), s)
+    whole = gpu.DeviceRun(problem, make_options("recipe", s, b))
+    whole.pass_over(next(whole.epochs()))
     results["graph_of_gemm"] = captured(lambda: whole._product.run(whole._blocks[0], s * b, whole._gram))
     return results
 
 
-class SpinCommunicator:
-    """One rank whose sums wait on the device: a network's latency, emulated. The planner takes it for a network.
-
-    All methods are written out: where Python checks a protocol it does not see what ``__getattr__`` would find.
-    """
-
-    rank = 0
-    size = 1
+class SpinCommunicator(DelayedCommunicator):
+    """One rank whose sums wait on the device, to emulate the latency of a network."""
 
     def __init__(self, delay_s: float) -> None:
         import cupy
 
-        self._inner = OneProcess()
+        super().__init__(OneProcess(), 0.0)
         self._delay_ns = np.uint64(round(delay_s * 1e9))
-        self._wait = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8")).get_function("wait_ns")
-
-    @property
-    def reductions(self) -> int:
-        return self._inner.reductions
+        self._wait = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8") + WAIT).get_function("wait_ns")
 
     def sum(self, buffer: Any) -> None:
-        self._inner.sum(buffer)
+        super().sum(buffer)
         self._wait((1,), (1,), (self._delay_ns,))
 
     def start_sum(self, buffer: Any) -> Pending:
-        pending = self._inner.start_sum(buffer)
+        pending = super().start_sum(buffer)
         self._wait((1,), (1,), (self._delay_ns,))
         return pending
 
-    def gather(self, value: object) -> list[Any]:
-        return self._inner.gather(value)
-
-    def barrier(self) -> None:
-        self._inner.barrier()
-
-    def abort(self, message: str) -> NoReturn:
-        self._inner.abort(message)
-
 
 def check_planner() -> list[dict[str, Any]]:
-    """The planner's s beside the best of 1..64, with emulated latency."""
+    """The s of the planner against the best of 1..64, with emulated latency."""
     results = []
     problem = on_device(make_problem(PLANNED[0], SHAPES["higgs"][1]))
     for delay_us in DELAYS_US:
@@ -323,28 +318,28 @@ def check_planner() -> list[dict[str, Any]]:
             comm = SpinCommunicator(delay_us * 1e-6)
             options = make_options("recipe", 1, b)
             began = time.perf_counter()
-            made = plan(problem, options, comm=comm)
+            planned = plan(problem, options, comm=comm)
             took_s = time.perf_counter() - began
             measured: dict[int, float] = {}
-            for s in sorted({*PLANNED[2], made.s}):
+            for s in sorted({*PLANNED[2], planned.s}):
                 times = []
                 for _ in range(2):
-                    found = run_ca_sgd(problem, replace(options, s=s), comm=comm)
-                    times.append(sum(found.seconds.values()) / found.steps)
+                    solution = run_ca_sgd(problem, replace(options, s=s), comm=comm)
+                    times.append(sum(solution.seconds.values()) / solution.steps)
                 measured[s] = min(times) * 1e6
             best = min(measured, key=measured.__getitem__)
             results.append(
                 {
                     "delay_us": delay_us,
                     "b": b,
-                    "s": made.s,
+                    "s": planned.s,
                     "best_s": best,
-                    "above_best": measured[made.s] / measured[best] - 1,
-                    "alpha_us": made.alpha_s * 1e6,
-                    "fit_error": made.error,
-                    "speedup": measured[1] / measured[made.s],
-                    "predicted_epoch_s": made.seconds_per_epoch,
-                    "measured_epoch_s": measured[made.s] * 1e-6 * made.steps_per_epoch,
+                    "above_best": measured[planned.s] / measured[best] - 1,
+                    "alpha_us": planned.alpha_s * 1e6,
+                    "fit_error": planned.error,
+                    "speedup": measured[1] / measured[planned.s],
+                    "predicted_epoch_s": planned.seconds_per_epoch,
+                    "measured_epoch_s": measured[planned.s] * 1e-6 * planned.steps_per_epoch,
                     "plan_s": took_s,
                     "measured_us": measured,
                 }
@@ -359,22 +354,22 @@ def check_two_ranks() -> dict[str, Any]:
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         raise NotRunError(f"no {'mpiexec' if mpiexec is None else 'mpi4py'}: pip install mpi4py mpich")
     command = [mpiexec, "-n", "2", sys.executable, __file__, "-", "--rank", str(RANK_ROWS)]
-    # Open MPI starts nothing as root, which a container often is, unless it is told twice.
+    # Open MPI refuses to run as root, which is usual in containers, without these two variables.
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    told = json.loads(done.stdout.splitlines()[-1])
-    alone = gpu.run_ca_sgd(on_device(make_problem(RANK_ROWS, 64)), make_options("recipe", 8, 16, epochs=2))
-    weights = np.concatenate([np.array(one["weights"], dtype=np.float32) for one in told])
+    of_ranks = json.loads(done.stdout.splitlines()[-1])
+    alone = run_ca_sgd(on_device(make_problem(RANK_ROWS, 64)), make_options("recipe", 8, 16, epochs=2))
+    weights = np.concatenate([np.array(of_rank["weights"], dtype=np.float32) for of_rank in of_ranks])
     return {
-        "equal_replicated_bits": told[0]["intercept"] == told[1]["intercept"]
-        and told[0]["losses"] == told[1]["losses"],
-        "prefetch_equal_bits": told[0]["prefetch_equal_bits"] and told[1]["prefetch_equal_bits"],
+        "equal_replicated_bits": of_ranks[0]["intercept"] == of_ranks[1]["intercept"]
+        and of_ranks[0]["losses"] == of_ranks[1]["losses"],
+        "prefetch_equal_bits": of_ranks[0]["prefetch_equal_bits"] and of_ranks[1]["prefetch_equal_bits"],
         "difference_to_one_rank": float(np.abs(weights - alone.weights).max() / np.abs(alone.weights).max()),
-        "reductions": told[0]["reductions"],
+        "reductions": of_ranks[0]["reductions"],
         "outer_steps": 2 * -(-RANK_ROWS // 128),
-        "step_us": told[0]["step_us"],
+        "step_us": of_ranks[0]["step_us"],
     }
 
 
@@ -385,27 +380,27 @@ def run_rank(rows: int) -> None:
         raise RuntimeError(f"{comm.size} ranks, expected 2: mpiexec and mpi4py are of two MPI libraries")
     problem = make_problem(rows, 64)
     half = np.ascontiguousarray(problem.features[:, 32 * comm.rank : 32 * (comm.rank + 1)])
-    mine, options = on_device(replace(problem, features=half)), make_options("recipe", 8, 16, epochs=2)
-    found = gpu.run_ca_sgd(mine, options, comm=comm)
-    ahead = gpu.run_ca_sgd(mine, replace(options, prefetch=True), comm=comm)
-    told = comm.gather(
+    part, options = on_device(replace(problem, features=half)), make_options("recipe", 8, 16, epochs=2)
+    solution = run_ca_sgd(part, options, comm=comm)
+    ahead = run_ca_sgd(part, replace(options, prefetch=True), comm=comm)
+    of_ranks = comm.gather(
         {
-            "weights": [float(value) for value in found.weights],
-            "intercept": found.intercept.hex(),
-            "losses": [value.hex() for value in found.loss_curve],
-            "prefetch_equal_bits": bool((ahead.weights == found.weights).all()),
-            "reductions": found.reductions,
-            "step_us": sum(found.seconds.values()) / found.steps * 1e6,
+            "weights": [float(value) for value in solution.weights],
+            "intercept": solution.intercept.hex(),
+            "losses": [value.hex() for value in solution.loss_curve],
+            "prefetch_equal_bits": bool((ahead.weights == solution.weights).all()),
+            "reductions": solution.reductions,
+            "step_us": sum(solution.seconds.values()) / solution.steps * 1e6,
         }
     )
     if comm.rank == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(of_ranks), flush=True)
 
 
 def check_memory() -> dict[str, int]:
     problem = on_device(make_problem(*STORED))
     return {
-        policy: int(gpu.DeviceRun(problem, make_options(policy, 1, 64), **START).device_features.nbytes)
+        policy: int(gpu.DeviceRun(problem, make_options(policy, 1, 64)).device_features.nbytes)
         for policy in ("fp32", "fp16", "recipe")
     }
 
@@ -422,8 +417,8 @@ PARTS = {
 }
 
 
-def find_misses(part: str, found: Any) -> list[str]:
-    """What of the results of a part is beyond its limits, in words; times are reported and not judged."""
+def find_misses(part: str, result: Any) -> list[str]:
+    """The results of a part that are beyond its limits, in words; times are reported and not judged."""
     misses = []
 
     def expect(holds: bool, what: str) -> None:
@@ -431,45 +426,45 @@ def find_misses(part: str, found: Any) -> list[str]:
             misses.append(what)
 
     if part == "versions":
-        expect(found["bf16_round_trip"], "numbers change on their way through bfloat16")
+        expect(result["bf16_round_trip"], "numbers change on their way through bfloat16")
     if part == "products":
-        for one in found:
-            of = f"{one['policy']}, {one['rows']} x {one['columns']}"
+        for row in result:
+            of = f"{row['policy']}, {row['rows']} x {row['columns']}"
             limit = LARGEST_PRODUCT_ERROR
-            expect(one["error"] <= limit, f"{of}: error {one['error']:.2g}, above {limit:g}")
-            limit += CUT_OFF * one["columns"]
-            expect(one["error_of_squares"] <= limit, f"{of}: squares {one['error_of_squares']:.2g}, above {limit:.2g}")
-            expect(one["equal_bits"], f"{of}: two products of the same numbers differ")
+            expect(row["error"] <= limit, f"{of}: error {row['error']:.2g}, above {limit:g}")
+            limit += CUT_OFF * row["columns"]
+            expect(row["error_of_squares"] <= limit, f"{of}: squares {row['error_of_squares']:.2g}, above {limit:.2g}")
+            expect(row["equal_bits"], f"{of}: two products of the same numbers differ")
     if part == "recurrence":
-        for one in found:
-            of, limit = f"{one['objective']}, s={one['s']}, b={one['b']}", LARGEST_ITERATE_ERROR
-            expect(one["error"] <= limit, f"{of}: error {one['error']:.2g}, above {limit:g}")
+        for row in result:
+            of, limit = f"{row['objective']}, s={row['s']}, b={row['b']}", LARGEST_ITERATE_ERROR
+            expect(row["error"] <= limit, f"{of}: error {row['error']:.2g}, above {limit:g}")
             launches = [name for name in gpu.LAUNCHES if name != "all_reduce"]
-            expect(one["launched"] == launches, f"{of}: {one['launched']} instead of {launches}")
+            expect(row["launched"] == launches, f"{of}: {row['launched']} instead of {launches}")
     if part == "memory":
-        expect(2 * found["recipe"] == 2 * found["fp16"] == found["fp32"], f"16 bits are not half of 32: {found}")
+        expect(2 * result["recipe"] == 2 * result["fp16"] == result["fp32"], f"16 bits are not half of 32: {result}")
     if part == "two_ranks":
         for name in ("equal_replicated_bits", "prefetch_equal_bits"):
-            expect(found[name], f"{name} is not so")
-        difference, limit = found["difference_to_one_rank"], LARGEST_ITERATE_ERROR
+            expect(result[name], f"{name} is not so")
+        difference, limit = result["difference_to_one_rank"], LARGEST_ITERATE_ERROR
         expect(difference <= limit, f"weights differ from those of one rank by {difference:.2g}, above {limit:g}")
-        sums = f"{found['reductions']} sums in {found['outer_steps']} outer steps"
-        expect(found["reductions"] == found["outer_steps"], sums)
+        sums = f"{result['reductions']} sums in {result['outer_steps']} outer steps"
+        expect(result["reductions"] == result["outer_steps"], sums)
     if part == "nccl":
         for name in ("unchanged", "in_turn_equal_bits", "prefetch_equal_bits"):
-            expect(found[name], f"{name} is not so")
+            expect(result[name], f"{name} is not so")
     if part == "planner":
-        for one in found:
-            of, limit = f"{one['delay_us']} us, b={one['b']}", LARGEST_ABOVE_BEST
-            slower = f"s={one['s']} is {one['above_best']:.0%} slower than s={one['best_s']}, above {limit:.0%}"
-            expect(one["above_best"] <= limit, f"{of}: {slower}")
+        for row in result:
+            of, limit = f"{row['delay_us']} us, b={row['b']}", LARGEST_ABOVE_BEST
+            slower = f"s={row['s']} is {row['above_best']:.0%} slower than s={row['best_s']}, above {limit:.0%}"
+            expect(row["above_best"] <= limit, f"{of}: {slower}")
     if part == "end_to_end":
-        for one in found:
-            of, limit = f"{one['shape']}, {one['policy']}, s={one['s']}, b={one['b']}", LARGEST_LOSS_GAPS
-            expect(math.isfinite(one["loss_gap"]), f"{of}: no loss")
-            if one["policy"] in limit:
-                gap = f"{of}: loss {one['loss_gap']:+.2%}, beyond {limit[one['policy']]:.2%}"
-                expect(abs(one["loss_gap"]) <= limit[one["policy"]], gap)
+        for row in result:
+            of, limit = f"{row['shape']}, {row['policy']}, s={row['s']}, b={row['b']}", LARGEST_LOSS_GAPS
+            expect(math.isfinite(row["loss_gap"]), f"{of}: no loss")
+            if row["policy"] in limit:
+                gap = f"{of}: loss {row['loss_gap']:+.2%}, beyond {limit[row['policy']]:.2%}"
+                expect(abs(row["loss_gap"]) <= limit[row["policy"]], gap)
     return misses
 
 
@@ -478,11 +473,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out")
     parser.add_argument("--seconds", type=float, default=320.0)
     parser.add_argument("--rank", type=int, metavar="ROWS")
-    given = parser.parse_args(arguments)
-    if given.rank:
-        run_rank(given.rank)
+    options = parser.parse_args(arguments)
+    if options.rank:
+        run_rank(options.rank)
         return 0
-    folder = Path(given.out)
+    folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     failed: list[str] = []
@@ -491,8 +486,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, check in PARTS.items():
         start = time.monotonic()
         try:
-            if start - began > given.seconds - 20:
-                raise NotRunError(f"{given.seconds:g} s were over")
+            if start - began > options.seconds - 20:
+                raise NotRunError(f"{options.seconds:g} s were over")
             results[name] = check()
             misses = find_misses(name, results[name])
             if misses:
@@ -507,7 +502,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[f"{name}_took_s"] = time.monotonic() - start
         print(f"{name}: {results[f'{name}_took_s']:.1f} s", flush=True)
         results |= {"failed": failed, "not_run": not_run}
-        # Written after every part: a run that is cut short keeps what it had.
+        # Written after every part, so that an interrupted run keeps its results.
         (folder / "casgd.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for text in not_run:
         print(f"not run: {text}")

@@ -11,8 +11,7 @@ from precision_time.casgd.ca_sgd import run_ca_sgd
 from precision_time.casgd.errors import InputError
 from precision_time.casgd.objectives import find_objective
 from precision_time.casgd.precision import POLICIES
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -36,8 +35,8 @@ def make_problem(objective: str, *, m: int = 4001, n: int = 100) -> Problem:
 
 
 def make_options(policy: str, **changed: Any) -> Options:
-    given = {"s": 8, "batch_size": 16, "epochs": 2, "schedule": Schedule(kind="invscaling", eta0=0.3), **changed}
-    return Options(policy=POLICIES[policy], **given)
+    settings = {"s": 8, "batch_size": 16, "epochs": 2, "schedule": Schedule(kind="invscaling", eta0=0.3), **changed}
+    return Options(policy=POLICIES[policy], **settings)
 
 
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
@@ -46,16 +45,16 @@ def make_options(policy: str, **changed: Any) -> Options:
 def test_iterates_are_those_of_the_cpu(cupy, objective, policy, tolerance, s, batch_size):
     problem, options = make_problem(objective), make_options(policy, s=s, batch_size=batch_size)
     expected = run_ca_sgd(problem, options)
-    found = run_ca_sgd(replace(problem, features=cupy.asarray(problem.features)), options)
-    np.testing.assert_allclose(found.weights, expected.weights, rtol=0, atol=tolerance * np.abs(expected.weights).max())
-    np.testing.assert_allclose(found.loss_curve, expected.loss_curve, rtol=tolerance)
+    solution = run_ca_sgd(replace(problem, features=cupy.asarray(problem.features)), options)
+    atol = tolerance * np.abs(expected.weights).max()
+    np.testing.assert_allclose(solution.weights, expected.weights, rtol=0, atol=atol)
+    np.testing.assert_allclose(solution.loss_curve, expected.loss_curve, rtol=tolerance)
 
 
 def test_an_outer_step_is_five_launches_and_a_sum(cupy):
     problem = make_problem("logistic")
-    start = {"comm": None, "intercept": 0.0, "first_step": 0, "first_epoch": 0}
-    run = gpu.DeviceRun(replace(problem, features=cupy.asarray(problem.features)), make_options("recipe"), **start)
-    run.pass_over(next(run.epochs()), 8)
+    run = gpu.DeviceRun(replace(problem, features=cupy.asarray(problem.features)), make_options("recipe"))
+    run.pass_over(next(run.epochs()))
     assert run.launched == [name for name in gpu.LAUNCHES if name != "all_reduce"]
     assert run.comm.reductions == -(-4001 // 128)
 
@@ -63,23 +62,23 @@ def test_an_outer_step_is_five_launches_and_a_sum(cupy):
 @pytest.mark.parametrize("objective", ["logistic", "squared", "poisson"])
 def test_prefetch_changes_no_bit(cupy, objective):
     problem = make_problem(objective)
-    there = replace(problem, features=cupy.asarray(problem.features))
-    plain, ahead = (run_ca_sgd(there, make_options("recipe", prefetch=prefetch)) for prefetch in (False, True))
+    on_gpu = replace(problem, features=cupy.asarray(problem.features))
+    plain, ahead = (run_ca_sgd(on_gpu, make_options("recipe", prefetch=prefetch)) for prefetch in (False, True))
     assert (ahead.weights == plain.weights).all()
     assert ahead.loss_curve == plain.loss_curve
 
 
 def test_equal_runs_give_equal_bits(cupy):
     problem = make_problem("logistic")
-    there = replace(problem, features=cupy.asarray(problem.features))
-    first, second = (run_ca_sgd(there, make_options("recipe")) for _ in range(2))
+    on_gpu = replace(problem, features=cupy.asarray(problem.features))
+    first, second = (run_ca_sgd(on_gpu, make_options("recipe")) for _ in range(2))
     assert (first.weights == second.weights).all()
     assert first.loss_curve == second.loss_curve
 
 
 def test_nan_on_the_device_is_named(cupy):
     problem = make_problem("squared")
-    there = cupy.asarray(problem.features)
-    there[17, 3] = np.nan
+    on_gpu = cupy.asarray(problem.features)
+    on_gpu[17, 3] = np.nan
     with pytest.raises(InputError, match="NaN"):
-        run_ca_sgd(replace(problem, features=there), make_options("recipe"))
+        run_ca_sgd(replace(problem, features=on_gpu), make_options("recipe"))

@@ -1,4 +1,4 @@
-"""The places every storage test runs over: a local folder, memory, and S3 (a mock server on the loopback)."""
+"""The stores of the storage tests: a local folder, memory, and S3 (a mock server on the loopback)."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ import pytest
 
 from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
 from precision_time.storage.registry import Registry
-from precision_time.storage.schema import IterationTiming
+from precision_time.storage.schema import CellOutcome, IterationTiming
 
 Describe = Callable[[int, tuple[ArtifactFile, ...]], ArtifactManifest]
 
@@ -43,7 +43,7 @@ def s3_bucket() -> Iterator[str]:
 
 @pytest.fixture
 def fresh_s3(s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Home of a user who configured and cached nothing, with new connections to S3: s3fs keeps and shares them."""
+    """Home of a user without configuration and cache, with new connections to S3, which s3fs would share."""
     import s3fs
 
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -56,7 +56,7 @@ def fresh_s3(s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def serve(fresh_s3: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Starts an S3 server that has one answer to everything (0: none), which is asked from then on."""
+    """Starts an S3 server with one answer to every request (0: no answer), which all stores use from then on."""
     servers = []
     done = threading.Event()
 
@@ -90,7 +90,7 @@ def serve(fresh_s3: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of an empty place, of each kind in turn."""
+    """URL of an empty store, of each kind in turn."""
     if request.param == "local":
         return str(tmp_path / "store")
     name = uuid.uuid4().hex
@@ -176,6 +176,29 @@ def cell_rows() -> Callable[..., list[IterationTiming]]:
     return make
 
 
+@pytest.fixture
+def outcome() -> CellOutcome:
+    """A failed first attempt."""
+    return CellOutcome(
+        cell_id="00000000000000aa",
+        attempt=1,
+        status="failed",
+        cause="signal 9",
+        message="rank 1 died\nbadly",
+        model="mlp",
+        precision="amp_bf16",
+        world_size=2,
+        nodes=1,
+        per_gpu_batch_size=8,
+        gradient_accumulation_steps=1,
+        strategy="ddp",
+        gpu="cpu-x-2c",
+        host="here",
+        started_at=1.5,
+        duration_s=2.5,
+    )
+
+
 def _describe_as(name: str, **changes: object) -> Describe:
     def describe(version: int, files: tuple[ArtifactFile, ...]) -> ArtifactManifest:
         values: dict[str, object] = {
@@ -203,7 +226,7 @@ def _describe_as(name: str, **changes: object) -> Describe:
 
 @pytest.fixture
 def describe_as() -> Callable[..., Describe]:
-    """Makes what ``Registry.publish`` asks for a manifest; keywords change fields."""
+    """Makes the ``describe`` argument of ``Registry.publish``; keywords change fields of the manifest."""
     return _describe_as
 
 

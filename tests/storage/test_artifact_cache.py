@@ -1,4 +1,4 @@
-"""Artifacts of a remote registry are fetched once, verified on every load, and answer when the registry does not."""
+"""Artifacts of a remote registry are fetched once, verified on every load, and used if the registry does not answer."""
 
 import os
 import re
@@ -33,13 +33,13 @@ def url(s3_bucket: str, fresh_s3: Path, publish: Publish) -> str:
 
 @pytest.fixture
 def cache(fresh_s3: Path) -> Path:
-    """Where artifacts are kept."""
+    """The folder of the cache."""
     return fresh_s3 / ".cache" / "precision_time" / "artifacts"
 
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Keys of the objects whose content was asked for."""
+    """Keys of the objects whose content was requested."""
     import s3fs
 
     keys: list[str] = []
@@ -58,7 +58,7 @@ def fetch(url: str, reference: str = "demo") -> FetchedArtifact:
     return fetch_artifact(url, reference, only=SERVING)
 
 
-def test_what_was_fetched_before_comes_from_the_cache_and_only_alias_and_manifest_from_the_registry(
+def test_fetched_files_come_from_the_cache_and_only_alias_and_manifest_from_the_registry(
     url: str, cache: Path, fetched: list[str], publish: Publish
 ) -> None:
     first = fetch(url)
@@ -75,21 +75,21 @@ def test_what_was_fetched_before_comes_from_the_cache_and_only_alias_and_manifes
     assert len(list(cache.glob("*/manifest.json"))) == 2
 
 
-def test_a_registry_that_does_not_answer_is_stood_in_for_and_the_answer_says_by_what(
+def test_the_cache_stands_in_for_a_registry_that_does_not_answer_and_says_so(
     url: str, serve: Serve, publish: Publish
 ) -> None:
     publish(Registry(url), files=FILES | {"trees.npz": b"second"})
     fetch(url)
     fetch(url, "demo@1")
     serve(503)
-    kept = fetch(url)
-    assert (kept.manifest.version, kept.files["trees.npz"], kept.is_current) == (2, b"second", False)
+    cached = fetch(url)
+    assert (cached.manifest.version, cached.files["trees.npz"], cached.is_current) == (2, b"second", False)
     assert re.search(
         rf"{re.escape(url)} did not answer: version 2, which demo led to on \d{{4}}-\d\d-\d\d \d\d:\d\d UTC",
-        kept.origin,
+        cached.origin,
     )
     assert fetch(url, "demo@1").manifest.version == 1
-    # A reference that was never resolved here is not guessed from another.
+    # A reference that was never resolved is not guessed from another one.
     with pytest.raises(UnreachableError, match="there is none"):
         fetch(url, "demo@2")
     with pytest.raises(UnreachableError):
@@ -106,8 +106,8 @@ def test_a_registry_lost_in_mid_fetch_is_stood_in_for_too(
         raise UnreachableError("the connection broke")
 
     monkeypatch.setattr(Registry, "load", lose)
-    kept = fetch(url)
-    assert (kept.manifest.version, kept.is_current) == (1, False)
+    cached = fetch(url)
+    assert (cached.manifest.version, cached.is_current) == (1, False)
 
 
 def test_silence_ends_after_the_stated_time(url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def _edit_manifest(entry: Path) -> None:
 
 
 def _replace_whole(entry: Path) -> None:
-    """Another sound artifact under this one's digest: it must not pass for it."""
+    """Another sound artifact under the digest of this one must be refused."""
     other = next(folder for folder in entry.parent.iterdir() if folder not in (entry, entry.parent / "notes"))
     for file in other.iterdir():
         (entry / file.name).write_bytes(file.read_bytes())
@@ -170,7 +170,7 @@ def test_a_damaged_copy_never_answers_and_is_fetched_again(
         fetch(url, "demo@1")
 
 
-def test_what_is_fetched_is_verified_before_it_is_kept(url: str, cache: Path) -> None:
+def test_fetched_files_are_verified_before_they_are_cached(url: str, cache: Path) -> None:
     open_store(url).write_bytes("demo/1/trees.npz", b"treez")
     with pytest.raises(IntegrityError, match=r"trees\.npz is changed"):
         fetch(url)
@@ -181,14 +181,14 @@ def test_what_is_fetched_is_verified_before_it_is_kept(url: str, cache: Path) ->
     assert not list(cache.glob("*/*"))
 
 
-def test_nobody_else_may_read_the_cache(url: str, cache: Path) -> None:
+def test_other_users_cannot_read_the_cache(url: str, cache: Path) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     fetch(url)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def test_the_cache_is_bounded_and_keeps_what_was_used_last(
+def test_the_cache_is_bounded_and_keeps_the_last_used_artifacts(
     url: str, cache: Path, monkeypatch: pytest.MonkeyPatch, publish: Publish
 ) -> None:
     monkeypatch.setattr(artifact_cache, "_MOST_ARTIFACTS", 3)
@@ -202,8 +202,8 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(
         for age, manifest in enumerate(sorted(cache.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)):
             os.utime(manifest, (time.time() - 1000 + age, time.time() - 1000 + age))
         fetch(url, "demo@2")  # used again each time
-    kept = {int(re.search(rb'"version": (\d+)', path.read_bytes())[1]) for path in cache.glob("*/manifest.json")}  # type: ignore[index]
-    assert kept == {2, 5, 6}
+    versions = {int(re.search(rb'"version": (\d+)', path.read_bytes())[1]) for path in cache.glob("*/manifest.json")}  # type: ignore[index]
+    assert versions == {2, 5, 6}
     assert len(list(cache.glob("notes/*.json"))) <= 5
     assert not abandoned.exists()
 

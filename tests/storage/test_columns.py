@@ -51,7 +51,7 @@ def test_many_rows_and_columns_fit_one_page_each():
 
 
 @pytest.mark.parametrize("columns", [{}, {"a": []}, {"a": [1], "b": [1, 2]}, {"a": [1, "two"]}, {"a": [None]}])
-def test_what_is_no_table_is_refused(columns):
+def test_a_file_that_is_no_table_is_refused(columns):
     with pytest.raises(InputError):
         encode_columns(columns)
 

@@ -1,4 +1,4 @@
-"""The registry and data commands: data on stdout, errors with our exit codes, nothing that a name can forge."""
+"""The registry and data commands: data on stdout, errors with our exit codes, and names that cannot forge output."""
 
 import json
 import os
@@ -43,27 +43,11 @@ def registry(tmp_path: Path, publish: Callable[..., object]) -> Registry:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, cell_rows: Rows) -> TimingsDataset:
+def dataset(tmp_path: Path, cell_rows: Rows, outcome: CellOutcome) -> TimingsDataset:
     dataset = TimingsDataset(tmp_path / "data")
     dataset.record(cell_rows())
     dataset.record(cell_rows("00000000000000bb", model="evil\x1b[31m\nname"))
-    outcome = CellOutcome(
-        cell_id="00000000000000cc",
-        attempt=1,
-        status="failed",
-        cause="signal 9",
-        model="mlp",
-        precision="fp32",
-        world_size=1,
-        nodes=1,
-        per_gpu_batch_size=1,
-        gradient_accumulation_steps=1,
-        strategy="ddp",
-        gpu="cpu-x-2c",
-        host="here",
-        started_at=1.0,
-        duration_s=1.0,
-    )
+    outcome = replace(outcome, cell_id="00000000000000cc")
     dataset.record_outcome(outcome)
     dataset.record_outcome(replace(outcome, attempt=2))
     dataset.record_outcome(replace(outcome, cell_id="00000000000000aa", status="recorded", cause=""))

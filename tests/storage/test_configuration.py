@@ -1,4 +1,4 @@
-"""The configuration file is read strictly, and the environment stands above it."""
+"""The configuration file is read strictly, and environment variables override it."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from precision_time.storage.errors import InputError
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the configuration file of a new user would be."""
+    """The path of the configuration file of a new user."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("PRECISION_TIME_ALLOWED_HOSTS", "PRECISION_TIME_CACHE", "PRECISION_TIME_REGISTRY", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -46,7 +46,7 @@ def test_everything_the_file_may_say_is_read(config: Path) -> None:
         '[artifact]\nname = "default"\n',
     ],
 )
-def test_what_would_read_as_no_restriction_is_refused(config: Path, text: str) -> None:
+def test_a_misspelt_restriction_is_refused(config: Path, text: str) -> None:
     config.write_text(text)
     with pytest.raises(InputError, match=r"config\.toml"):
         read_configuration()

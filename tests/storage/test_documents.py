@@ -56,7 +56,7 @@ def test_brackets_inside_strings_do_not_nest() -> None:
 @pytest.mark.parametrize(
     "values", [math.nan, [math.inf], {"a": object()}, {1: 0, "1": 0}, 10**30, "x" * (MAX_JSON_BYTES + 1), "\ud800"]
 )
-def test_what_could_not_be_read_back_is_not_written(values: object) -> None:
+def test_values_that_could_not_be_read_back_are_not_written(values: object) -> None:
     with pytest.raises(InputError):
         dump_json(values)
 

@@ -1,4 +1,4 @@
-"""Errors say what, got, expected and what to do, in one safe line."""
+"""Errors say what, got, expected and fix, in one safe line."""
 
 import pytest
 

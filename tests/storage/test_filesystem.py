@@ -15,7 +15,8 @@ from precision_time.storage.errors import (
     StorageError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
+from precision_time.storage.store import Store
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def store(store_url: str) -> Store:
 # --- the contract, over every kind of store
 
 
-def test_what_was_written_is_read_back(store: Store) -> None:
+def test_a_written_file_is_read_back(store: Store) -> None:
     store.write_bytes("a/b/c.bin", b"\0one")
     assert store.read_bytes("a/b/c.bin") == b"\0one"
     assert store.exists("a/b/c.bin")

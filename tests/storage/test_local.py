@@ -1,4 +1,4 @@
-"""A local folder: a full or read-only disk, a kill at any point, links and pipes never harm what is stored."""
+"""A local folder: a full or read-only disk, a kill at any point, links and pipes never harm stored files."""
 
 import errno
 import os
@@ -16,8 +16,9 @@ from precision_time.storage.errors import (
     StorageReadOnlyError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
 from precision_time.storage.local import LocalStore
+from precision_time.storage.store import Store
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_without_hard_links_creation_is_still_exclusive(
 
 
 def test_a_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
-    """SIGKILL at 50 points spread over the system calls of a write: what is visible is always whole."""
+    """SIGKILL at 50 points spread over the system calls of a write: visible files are always whole."""
     code = (
         "import os, sys, itertools; from precision_time.storage.filesystem import open_store\n"
         "store = open_store(sys.argv[1]); calls = itertools.count(); deadline = int(sys.argv[2])\n"
@@ -149,7 +150,7 @@ def test_a_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
         "for number in range(9):\n"
         "    store.write_bytes('a/x', bytes([number]) * 1000); store.create_bytes(f'b/{number}', bytes(1000))\n"
     )
-    # One interpreter forks per point: starting 50 would take longer than the test is worth.
+    # One interpreter forks for each point, because starting 50 interpreters would take too long.
     driver = (
         "import os, sys\n"
         "import precision_time.storage.filesystem\n"
@@ -160,17 +161,17 @@ def test_a_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
         "    os.wait()\n"
     )
     subprocess.run([sys.executable, "-c", driver, str(tmp_path), code], check=True, timeout=120)
-    seen = 0
+    writes = 0
     for point in range(50):
         store = open_store(tmp_path / str(point))
         for path in store.list_files():
             content = store.read_bytes(path)
             assert len(content) == 1000
             assert len(set(content)) == 1
-            seen += 1
+            writes += 1
         store.write_bytes("a/x", b"resumed")
         assert store.read_bytes("a/x") == b"resumed"
-    assert seen > 50
+    assert writes > 50
 
 
 def test_a_link_that_leaves_the_root_is_never_opened(local: Store, tmp_path: Path) -> None:

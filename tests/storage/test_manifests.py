@@ -1,4 +1,4 @@
-"""What may be published: one rule for names, and a manifest that lists exactly the files or is refused."""
+"""The rules of publishing: one rule for names, and a manifest that must list exactly the files."""
 
 import hashlib
 import json
@@ -165,16 +165,16 @@ BAD_NAMES = [
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[list[str]]:
-    """Paths opened since the test emptied the list. One hook for all tests: none can ever be removed."""
-    seen: list[str] = []
+    """Paths opened since the test emptied the list. One hook for all tests, because a hook cannot be removed."""
+    read: list[str] = []
     active = True
 
     def hook(event: str, args: tuple[object, ...]) -> None:
         if active and event == "open":
-            seen.append(str(args[0]))
+            read.append(str(args[0]))
 
     sys.addaudithook(hook)
-    yield seen
+    yield read
     active = False
 
 
@@ -286,7 +286,7 @@ def test_a_manifest_that_does_not_list_exactly_the_files_is_not_published(
     with pytest.raises(InputError):
         local.publish("demo", {"a": b"1", "b": b"2"}, describe=make(describe_as))
     assert local.versions("demo") == []
-    # The number is free again.
+    # The version is free again.
     assert publish(local).version == 1
 
 

@@ -1,4 +1,4 @@
-"""Parquet files are read with a declared schema; a damaged or foreign one is an error, never another value."""
+"""Parquet files are read with a declared schema; a damaged or foreign file raises and never gives wrong values."""
 
 import io
 import random
@@ -80,7 +80,7 @@ def test_other_readers_of_parquet_read_a_sealed_file(sealed: tuple[bytes, pa.Tab
 
 def test_files_carry_page_checksums(sealed: tuple[bytes, pa.Table]) -> None:
     data, _ = sealed
-    # The first data page: damage is seen by the page checksum alone, without our seal.
+    # The first data page: without our seal only the page checksum shows the damage.
     broken = bytearray(data)
     chunk = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(15)
     assert chunk.path_in_schema == "iteration_time_s"
@@ -106,7 +106,7 @@ def test_no_single_bit_flip_changes_a_value_or_ends_the_process(sealed: tuple[by
 
 
 def test_a_damaged_footer_that_aborts_the_native_parser_is_refused_before_it() -> None:
-    """In a child: a slip would not fail but end the test run."""
+    """In a child process, because a crash would end the test run."""
     code = (
         "import sys; from precision_time.storage.errors import IntegrityError\n"
         "from precision_time.storage.parquet import read_table, encode_table, table_of\n"
@@ -152,7 +152,7 @@ def test_every_truncation_is_refused(sealed: tuple[bytes, pa.Table]) -> None:
     ],
     ids=lambda data: repr(data[:12]),
 )
-def test_what_is_no_parquet_file_is_refused_by_name(data: bytes) -> None:
+def test_a_file_that_is_no_parquet_is_refused_by_name(data: bytes) -> None:
     with pytest.raises(IntegrityError, match=r"bad\.parquet is damaged"):
         read_table(data, IterationTiming, name="bad.parquet")
 
@@ -240,7 +240,7 @@ def test_a_newer_schema_is_refused_with_both_versions(monkeypatch: pytest.Monkey
         read_table(
             encode_table(table_of([replace(SMALL[0], schema_version=later)], Small), Small), Small, name="new.parquet"
         )
-    # Named before its columns are looked at: they are expected to differ.
+    # The version is checked before the columns, which may differ.
     table = pa.table({"other": [1]}).replace_schema_metadata({"precision_time.schema_version": "7"})
     sink = io.BytesIO()
     pq.write_table(table, sink)

@@ -1,4 +1,4 @@
-"""The registry: a version is whole and unchanged or it does not exist, and no name leads anywhere else."""
+"""The registry: a version is whole and unchanged or it does not exist, and no name leads out of the registry."""
 
 import json
 import os
@@ -18,10 +18,11 @@ from precision_time.storage.errors import (
     StorageFullError,
     VersionExistsError,
 )
-from precision_time.storage.filesystem import Store, open_store
+from precision_time.storage.filesystem import open_store
 from precision_time.storage.local import LocalStore
 from precision_time.storage.manifests import ArtifactFile, ArtifactManifest
 from precision_time.storage.registry import Registry
+from precision_time.storage.store import Store
 
 Publish = Callable[..., ArtifactManifest]
 
@@ -46,7 +47,7 @@ def local(tmp_path: Path) -> Registry:
 # --- publishing and loading, over every kind of store
 
 
-def test_what_was_published_is_loaded(registry: Registry, store: Store, publish: Publish) -> None:
+def test_a_published_artifact_is_loaded(registry: Registry, store: Store, publish: Publish) -> None:
     published = publish(registry)
     manifest, files = registry.load("demo")
     assert manifest == published
@@ -129,7 +130,7 @@ def test_an_alias_moves_and_rolls_back_step_by_step(registry: Registry, store: S
     assert registry.roll_back("demo") == 1
 
 
-def test_what_is_not_there_is_named_with_what_is(registry: Registry, publish: Publish) -> None:
+def test_a_missing_artifact_is_named_with_those_that_exist(registry: Registry, publish: Publish) -> None:
     with pytest.raises(NotFoundError, match="demo@champion"):
         registry.load("demo")
     publish(registry)
@@ -185,12 +186,12 @@ def test_files_swapped_between_each_other_or_between_versions_are_found(local: R
     publish(local, files={"a": b"1111", "b": b"2222"})
     publish(local, files={"a": b"3333", "b": b"4444"})
     store = open_store(local.url)
-    one, two = store.read_bytes("demo/1/a"), store.read_bytes("demo/1/b")
-    store.write_bytes("demo/1/a", two)
-    store.write_bytes("demo/1/b", one)
+    first, second = store.read_bytes("demo/1/a"), store.read_bytes("demo/1/b")
+    store.write_bytes("demo/1/a", second)
+    store.write_bytes("demo/1/b", first)
     with pytest.raises(IntegrityError, match=r"demo/1/a is changed; demo/1/b is changed"):
         local.verify("demo@1")
-    store.write_bytes("demo/2/a", one)
+    store.write_bytes("demo/2/a", first)
     with pytest.raises(IntegrityError, match="demo/2/a is changed"):
         local.load("demo@2")
     store.write_bytes("demo/1/manifest.json", store.read_bytes("demo/2/manifest.json"))
@@ -300,7 +301,7 @@ def test_a_full_disk_leaves_no_version(local: Registry, monkeypatch: pytest.Monk
 
 
 class Killed(BaseException):
-    """The process ends here: nothing after it runs against the store."""
+    """The process ends here, and nothing more reaches the store."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -380,7 +381,7 @@ def test_a_publisher_killed_anywhere_leaves_versions_valid_or_absent(
     assert local.load("demo")[1] == FILES
 
 
-def test_a_claim_left_behind_is_stepped_over(registry: Registry, store: Store, publish: Publish) -> None:
+def test_an_unfinished_claim_is_skipped(registry: Registry, store: Store, publish: Publish) -> None:
     publish(registry)
     store.create_bytes("demo/2/.claim", b"someone")
     store.create_bytes("demo/2/trees.npz", b"half")

@@ -1,4 +1,4 @@
-"""Which S3 servers and buckets may be asked, and when a server counts as not answering."""
+"""The S3 servers and buckets that are allowed, and the errors that count as no answer."""
 
 import socket
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from precision_time.storage.remote import check_endpoint
 
 @pytest.fixture(autouse=True)
 def _fresh(fresh_s3: Path) -> None:
-    """Every test here has its own user and connections."""
+    """Each test has its own user and connections."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tables from anywhere: read with clear errors, written whole and equal for equal content, joined without doubles."""
+"""Tables: read with clear errors, written whole and equal for equal content, appended without duplicates."""
 
 import json
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_a_parquet_column_of_lists_is_named(tmp_path: Path) -> None:
         (b'a,b\n"1,2\n', "cannot be read"),
     ],
 )
-def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.csv").write_bytes(content)
     with pytest.raises(InputError, match=message):
         read_table(tmp_path / "a.csv")
@@ -111,7 +111,7 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
 
 
 def test_names_that_are_no_identifiers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="name of a column"):
+    with pytest.raises(InputError, match="column name cannot be stored"):
         write_table(tmp_path / "t.parquet", pd.DataFrame({"my column": [1.0]}))
     assert not (tmp_path / "t.parquet").exists()
 
@@ -186,8 +186,8 @@ def test_the_command_prints_counts(tmp_path: Path) -> None:
 
 
 def test_a_csv_file_is_not_turned_into_parquet_by_an_import(tmp_path: Path) -> None:
-    kept = write_csv(tmp_path / "mine.csv", row(1))
-    before = kept.read_bytes()
+    path = write_csv(tmp_path / "mine.csv", row(1))
+    before = path.read_bytes()
     with pytest.raises(InputError, match="Parquet"):
-        import_rows(write_csv(tmp_path / "new.csv", row(2)), into=kept)
-    assert kept.read_bytes() == before
+        import_rows(write_csv(tmp_path / "new.csv", row(2)), into=path)
+    assert path.read_bytes() == before

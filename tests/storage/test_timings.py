@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pytest
@@ -24,28 +25,9 @@ from precision_time.storage.errors import (
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.parquet import encode_table, table_of
 from precision_time.storage.schema import CellOutcome, IterationTiming
-from precision_time.storage.timings import TimingsDataset, escape_name, read_table, unescape_name, write_fragment
+from precision_time.storage.timings import TimingsDataset, escape_name, read_table, write_fragment
 
 Rows = Callable[..., list[IterationTiming]]
-
-OUTCOME = CellOutcome(
-    cell_id="00000000000000aa",
-    attempt=1,
-    status="failed",
-    cause="signal 9",
-    message="rank 1 died\nbadly",
-    model="mlp",
-    precision="amp_bf16",
-    world_size=2,
-    nodes=1,
-    per_gpu_batch_size=8,
-    gradient_accumulation_steps=1,
-    strategy="ddp",
-    gpu="cpu-x-2c",
-    host="here",
-    started_at=1.5,
-    duration_s=2.5,
-)
 
 
 @pytest.fixture
@@ -123,21 +105,21 @@ def test_an_empty_place_is_an_empty_dataset(dataset: TimingsDataset) -> None:
     assert len(dataset.snapshot_sha256()) == 64
 
 
-def test_outcomes_are_kept_by_attempt(dataset: TimingsDataset) -> None:
-    assert dataset.next_attempt(OUTCOME.cell_id) == 1
-    assert dataset.record_outcome(OUTCOME)
-    assert dataset.next_attempt(OUTCOME.cell_id) == 2
-    second = replace(OUTCOME, attempt=2, status="recorded", cause="", rows=14)
+def test_outcomes_are_kept_by_attempt(dataset: TimingsDataset, outcome: CellOutcome) -> None:
+    assert dataset.next_attempt(outcome.cell_id) == 1
+    assert dataset.record_outcome(outcome)
+    assert dataset.next_attempt(outcome.cell_id) == 2
+    second = replace(outcome, attempt=2, status="recorded", cause="", rows=14)
     assert dataset.record_outcome(second)
     assert not dataset.record_outcome(replace(second, cause="other"))
-    assert dataset.outcomes() == [OUTCOME, second]
+    assert dataset.outcomes() == [outcome, second]
     assert dataset.next_attempt("00000000000000bb") == 1
 
 
-def test_the_tenth_attempt_comes_after_the_ninth(dataset: TimingsDataset) -> None:
+def test_the_tenth_attempt_comes_after_the_ninth(dataset: TimingsDataset, outcome: CellOutcome) -> None:
     for attempt in (9, 10):
-        dataset.record_outcome(replace(OUTCOME, attempt=attempt))
-    assert dataset.next_attempt(OUTCOME.cell_id) == 11
+        dataset.record_outcome(replace(outcome, attempt=attempt))
+    assert dataset.next_attempt(outcome.cell_id) == 11
     assert [outcome.attempt for outcome in dataset.outcomes()] == [9, 10]
 
 
@@ -164,7 +146,7 @@ def test_cards_are_replaced_and_listed_by_name(dataset: TimingsDataset) -> None:
         dataset.write_card("hardware", "nan", {"peak": math.nan})
 
 
-def test_the_snapshot_is_of_what_was_read(dataset: TimingsDataset, cell_rows: Rows) -> None:
+def test_the_snapshot_covers_the_files_of_the_last_read(dataset: TimingsDataset, cell_rows: Rows) -> None:
     dataset.record(cell_rows())
     dataset.measurements()
     before = dataset.snapshot_sha256()
@@ -270,19 +252,21 @@ def test_rows_that_are_not_one_attempt_at_one_cell_are_refused(
 
 
 @pytest.mark.parametrize("cell_id", ["", "x", "../../../canary", "00000000000000AA", "00000000000000aa\n", "0" * 17])
-def test_a_cell_id_that_is_none_is_refused(local: TimingsDataset, cell_rows: Rows, cell_id: str) -> None:
+def test_a_cell_id_that_is_none_is_refused(
+    local: TimingsDataset, cell_rows: Rows, cell_id: str, outcome: CellOutcome
+) -> None:
     with pytest.raises(IntegrityError, match="16 hex digits"):
         local.record(cell_rows(cell_id))
     with pytest.raises(InputError, match="16 hex digits"):
-        local.record_outcome(replace(OUTCOME, cell_id=cell_id))
+        local.record_outcome(replace(outcome, cell_id=cell_id))
 
 
-def test_no_rows_and_impossible_outcomes_are_refused(local: TimingsDataset) -> None:
+def test_no_rows_and_impossible_outcomes_are_refused(local: TimingsDataset, outcome: CellOutcome) -> None:
     with pytest.raises(IntegrityError, match="no rows"):
         local.record([])
     for change in ({"attempt": 0}, {"status": "lost"}):
         with pytest.raises(InputError):
-            local.record_outcome(replace(OUTCOME, **change))
+            local.record_outcome(replace(outcome, **change))
 
 
 def test_bad_times_already_on_disk_stay_out_of_measurements(local: TimingsDataset, cell_rows: Rows) -> None:
@@ -304,17 +288,19 @@ def test_files_swapped_between_cells_are_refused(local: TimingsDataset, cell_row
     local.record(cell_rows("00000000000000bb", model="other"))
     store = open_store(local.url)
     first, second = store.list_files()
-    one, two = store.read_bytes(first), store.read_bytes(second)
-    store.write_bytes(first, two)
-    store.write_bytes(second, one)
+    first_data, second_data = store.read_bytes(first), store.read_bytes(second)
+    store.write_bytes(first, second_data)
+    store.write_bytes(second, first_data)
     assert local.read().num_rows == 0
     assert [path for path, _ in local.problems] == [first, second]
     assert all("not where its rows belong" in reason for _, reason in local.problems)
 
 
-def test_stray_files_are_named_and_temporary_ones_ignored(local: TimingsDataset, cell_rows: Rows) -> None:
+def test_stray_files_are_named_and_temporary_ones_ignored(
+    local: TimingsDataset, cell_rows: Rows, outcome: CellOutcome
+) -> None:
     local.record(cell_rows())
-    local.record_outcome(OUTCOME)
+    local.record_outcome(outcome)
     store = open_store(local.url)
     folder = "timings/v1/model=mlp/precision=amp_bf16"
     for name in (".tmp-1", "_x", ".cell-00000000000000bb.parquet"):
@@ -384,7 +370,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 def test_a_name_is_escaped_safely_and_reversibly(name: str) -> None:
     text = escape_name(name)
-    assert unescape_name(text) == name
+    assert unquote(text) == name
     assert not text.startswith((".", "_"))
     assert ".." not in text
     assert all(c.isascii() and (c.isalnum() or c in "-_.~%") for c in text)
@@ -440,7 +426,7 @@ def test_a_recorder_killed_anywhere_loses_and_repeats_nothing(
 ) -> None:
     """SIGKILL before each system call of a write in turn; a run after it fills the gaps."""
     code = (
-        # pyarrow looks for pandas at first use: once here instead of in every fork.
+        # pyarrow imports pandas at first use: here once instead of in every fork.
         "import itertools, os, sys, pandas\n"
         "from precision_time.storage.timings import TimingsDataset\n"
         "from precision_time.storage.schema import IterationTiming\n"

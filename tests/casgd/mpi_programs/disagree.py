@@ -1,10 +1,11 @@
-"""Rank 1 differs from rank 0 in what the command line names; every rank prints the error it gets."""
+"""Rank 1 differs from rank 0 in the values of the command line; every rank prints its error."""
 
 import json
 import sys
 
-from precision_time.casgd.comm import MpiCommunicator, check_agreement
+from precision_time.casgd.communicator import check_agreement
 from precision_time.casgd.errors import InputError
+from precision_time.casgd.mpi import MpiCommunicator
 
 comm = MpiCommunicator(deadline_s=30)
 values = {"s": 8, "batch_size": 32, "seed": 0, "dtype": "float32", "rows": 1000, "shape": [1000, 18]}
@@ -14,10 +15,10 @@ if comm.rank == 1:
 try:
     check_agreement(comm, values)
 except InputError as error:
-    told = str(error)
+    message = str(error)
 else:
-    told = "no error"
+    message = "no error"
 comm.barrier()
-texts = comm.gather(told)
+texts = comm.gather(message)
 if comm.rank == 0:
     print("\n".join(texts))

@@ -1,4 +1,4 @@
-"""Sums by NCCL on the stand-in for CuPy; the last rank falls silent in a run, the first must end by the deadline."""
+"""Sums by NCCL on the stand-in for CuPy; the last rank hangs in a run, and the first must end by the deadline."""
 
 import sys
 import tempfile
@@ -14,8 +14,7 @@ stand_in_cupy.install(Path(tempfile.mkdtemp(dir=sys.argv[2])))
 stand_in_cupy.DEVICE.count = 2
 stand_in_cupy.DEVICE.stuck = True  # each process has a stand-in of its own, so no sum ever ends
 
-from precision_time.casgd.comm import NcclCommunicator  # noqa: E402
-from precision_time.casgd.training import sum_over_ranks  # noqa: E402
+from precision_time.casgd.nccl import NcclCommunicator, sum_over_ranks  # noqa: E402
 
 comm = NcclCommunicator("mpi", deadline_s=float(sys.argv[1]))
 if comm.rank == comm.size - 1:

@@ -1,4 +1,4 @@
-"""The last rank is killed, or falls silent, after the first sum; the others must end within the deadline."""
+"""The last rank is killed, or hangs, after the first sum; the others must end within the deadline."""
 
 import os
 import signal
@@ -7,18 +7,18 @@ import time
 
 import numpy as np
 
-from precision_time.casgd.comm import MpiCommunicator
+from precision_time.casgd.mpi import MpiCommunicator
 
-how, what = sys.argv[1:3]
+how, call = sys.argv[1:3]
 comm = MpiCommunicator(deadline_s=float(sys.argv[3]))
 comm.sum(np.ones(3))
 if comm.rank == comm.size - 1:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(120)
-if what == "sum":
+if call == "sum":
     comm.sum(np.ones(3))
-elif what == "gather":
+elif call == "gather":
     comm.gather({"rank": comm.rank})
 else:
     comm.barrier()

@@ -7,10 +7,9 @@ import sys
 import numpy as np
 
 from precision_time.casgd.ca_sgd import run_ca_sgd
-from precision_time.casgd.comm import MpiCommunicator
+from precision_time.casgd.mpi import MpiCommunicator
 from precision_time.casgd.objectives import find_objective
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 
 
 class Dying(MpiCommunicator):

@@ -12,8 +12,7 @@ from precision_time.__main__ import run
 from precision_time.casgd.objectives import LOGISTIC
 from precision_time.casgd.plan import plan
 from precision_time.casgd.precision import POLICIES
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Options, Problem, Schedule
 from precision_time.storage.errors import InputError
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.storage.timings import TimingsDataset

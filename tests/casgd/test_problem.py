@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from precision_time.casgd.errors import InputError
-from precision_time.casgd.schedules import Schedule
+from precision_time.casgd.problem import Schedule
 
 
 def test_formulas_are_those_of_scikit_learn_with_the_step_counted_from_one():
@@ -36,7 +36,7 @@ def test_a_part_of_the_schedule_is_the_schedule_of_the_part(kind):
         {"kind": "invscaling", "power_t": float("inf")},
     ],
 )
-def test_what_is_no_schedule_is_refused(wrong):
+def test_an_invalid_schedule_is_refused(wrong):
     with pytest.raises(InputError):
         Schedule(**wrong)
     with pytest.raises(InputError):
