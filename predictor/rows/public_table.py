@@ -14,6 +14,7 @@ from precision_time.predictor.setup.hardware import check_precision, find_hardwa
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism, parse_parallelism
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
+from precision_time.predictor.workloads.input_sizes import parse_input_size
 from precision_time.storage.errors import InputError
 from precision_time.storage.tables import NUMBER_COLUMNS, TEXT_COLUMNS, check_columns, read_table
 
@@ -24,7 +25,6 @@ __all__ = [
     "PublicTable",
     "imply_utilisation",
     "load_public_table",
-    "parse_input_size",
     "row_implementation",
     "row_parallelism",
     "shipped_collectives",
@@ -137,35 +137,6 @@ def row_implementation(row: Mapping[Any, Any]) -> Implementation:
     return Implementation(
         framework=row["framework_name"], software_year=None if math.isnan(year) else float(year), **values
     )
-
-
-def parse_input_size(text: str) -> float:
-    """Side of a square or cube with as many pixels, or the length of a sequence; NaN where a text names neither.
-
-    ``224``, ``seq 128``, ``COCO 800x1333`` (1033), ``128x128x128x4 volumes`` (128: up to 4 channels do not count),
-    ``168 history + 24 horizon steps`` (192), ``segments of 8192 audio samples``.
-    """
-    found = _SIDES.search(text)
-    if found:
-        sides = [float(side) for side in found.group(0).split("x")]
-        if len(sides) > 2 and sides[-1] <= 4:
-            sides.pop()
-        return round(math.prod(sides) ** (1 / len(sides)), 1)
-    found = _PAIR.search(text)
-    if found:
-        return round(math.sqrt(float(found.group(1)) * float(found.group(2))), 1)
-    found = _SUM.search(text)
-    if found:
-        return float(found.group(1)) + float(found.group(2))
-    found = _LENGTH.search(text)
-    return float(found.group(1)) if found else math.nan
-
-
-_SIDES = re.compile(r"(?<![0-9A-Za-z])[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})+")
-_PAIR = re.compile(r"short side ([0-9]+), long side max ([0-9]+)")
-_SUM = re.compile(r"([0-9]+) history \+ ([0-9]+) horizon")
-_LENGTH = re.compile(r"(?:^\s*|\bseq(?:uence)?(?:[ _]length)? |\btgt_len |\bsegments of )([1-9][0-9]{0,8}(?:\.0+)?)"
-                     r"(?=$|\s|,)")  # fmt: skip
 
 
 def imply_utilisation(frame: "pd.DataFrame", *, forward_flops: "pd.Series[float] | None" = None) -> "pd.Series[float]":

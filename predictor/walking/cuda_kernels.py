@@ -354,7 +354,7 @@ def make_autocast_kernels(casts: Casts) -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def cuda_kernels(*, attention: str, casts: Casts | None = None) -> Iterator[None]:
-    """Put CUDA's paths in place of a CPU's, for the whole process, while the block runs under a ``Trace``.
+    """Put CUDA's paths in place of a CPU's, for the whole process, while the block runs under a ``OperationRecorder``.
 
     Gradients are made as if for training; one thread at a time gets in.
     """

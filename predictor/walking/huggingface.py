@@ -15,8 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from precision_time.predictor.walking.describe_module import count_training, loss_of_output
-from precision_time.predictor.workloads.cards import find_family
+from precision_time.predictor.walking.count_module import count_training, loss_of_output
+from precision_time.predictor.workloads.families import find_family
 from precision_time.predictor.workloads.walk_cache import CountedModel
 from precision_time.storage.errors import InputError, UnknownNameError
 
@@ -316,7 +316,7 @@ def count_config(values: Mapping[str, Any], *, name: str, task_input: str = "") 
 
     ``values`` is the parsed ``config.json``; ``task_input`` a resolution, a sequence length, frames of a spectrogram
     or samples of a waveform, by what the model takes. The loss is the model's own where it makes one from labels.
-    ``kind`` is empty where only the counts can tell. Raises as ``build_model`` and ``module_walks.count_training``.
+    ``kind`` is empty where only the counts can tell. Raises as ``build_model`` and ``count_module.count_training``.
     """
     model = build_model(values, name=name)
     inputs = _Inputs(model, task_input=task_input)

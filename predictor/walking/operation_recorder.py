@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from precision_time.predictor.walking.cuda_kernels import IMITATED, imitate
 from precision_time.predictor.walking.operations import Operation, Rule, find_rule, measure_operation
 
-__all__ = ["Trace"]
+__all__ = ["OperationRecorder"]
 
 _DEVICE = torch.ops.prim.device.default
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The ``operations`` dispatched so far, and how many bytes of the storages made meanwhile lived after each call.
 
     ``known`` are tensors whose storages do not count: parameters, buffers and the batch. A product-like operation

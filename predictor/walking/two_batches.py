@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from precision_time.predictor.walking.operations import Operation
 from precision_time.predictor.workloads.walk import PRODUCTS, READY_POINTS, RIDGES, OpCount, Walk
 
-__all__ = ["Pass", "draw_walk"]
+__all__ = ["Pass", "combine_passes"]
 
 #: FLOPs per byte at which backward work is compared when gradients become ready.
 READY_RIDGE = 64.0
@@ -54,7 +54,7 @@ class _Slope:
         return max(self.flops / ridge, self.bytes)
 
 
-def draw_walk(small: Pass, large: Pass) -> Walk:
+def combine_passes(small: Pass, large: Pass) -> Walk:
     """The walk through two passes at two batch sizes.
 
     Where their operations differ, those of the large batch divided by it stand for one sample.

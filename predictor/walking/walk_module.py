@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from precision_time.predictor.walking.cuda_autocast import Casts, cuda_autocast
 from precision_time.predictor.walking.cuda_kernels import ATTENTIONS, cuda_kernels, make_autocast_kernels
-from precision_time.predictor.walking.operation_recorder import Trace
-from precision_time.predictor.walking.two_batches import Pass, draw_walk
-from precision_time.predictor.workloads.cards import find_family
+from precision_time.predictor.walking.operation_recorder import OperationRecorder
+from precision_time.predictor.walking.two_batches import Pass, combine_passes
+from precision_time.predictor.workloads.families import find_family
 from precision_time.predictor.workloads.walk import POLICIES, Walk
 from precision_time.predictor.workloads.workload import WorkloadFeatures, walked_fields
 from precision_time.storage.errors import InputError
@@ -66,11 +66,11 @@ class _Copy:
         batch = self.take_batch(batch)
         batch_tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        trace = Trace([*self.module.parameters(), *self.module.buffers(), *batch_tensors])
+        recorder = OperationRecorder([*self.module.parameters(), *self.module.buffers(), *batch_tensors])
         with ExitStack() as stack:
             if self.mode is not None:
                 stack.enter_context(self.mode)
-            stack.enter_context(trace)
+            stack.enter_context(recorder)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts is not None):
                 loss = loss_of(self.module, batch)
             if casts is not None:
@@ -81,13 +81,13 @@ class _Copy:
                     got="a loss that depends on no parameter with requires_grad",
                     expected="a scalar loss of trained parameters",
                 )
-            forward, trace.operations = trace.operations, []
+            forward, recorder.operations = recorder.operations, []
             # What lives now is what the graph keeps, and the loss itself.
-            saved = trace.live_bytes - loss.untyped_storage().nbytes()
+            saved = recorder.live_bytes - loss.untyped_storage().nbytes()
             ready: dict[int, tuple[int, int]] = {}
 
             def note(parameter: torch.Tensor) -> None:
-                ready[id(parameter)] = (_gradient_bytes(parameter), len(trace.operations))
+                ready[id(parameter)] = (_gradient_bytes(parameter), len(recorder.operations))
 
             hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]  # type: ignore[no-untyped-call]
             try:
@@ -99,9 +99,9 @@ class _Copy:
         return Pass(
             samples=samples,
             forward=forward,
-            backward=trace.operations,
+            backward=recorder.operations,
             saved_bytes=saved,
-            living_bytes=trace.living_bytes,
+            living_bytes=recorder.living_bytes,
             ready=list(ready.values()),
         )
 
@@ -227,7 +227,7 @@ def _walk_copy(copied: _Copy, made: list[tuple[int, Any]], *, loss_of: LossOf, p
             # Some modules fill a cache at their first call.
             samples, batch = made[0]
             small = copied.run(batch, samples=samples, loss_of=loss_of, casts=casts)
-    return draw_walk(small, large)
+    return combine_passes(small, large)
 
 
 def count_workload(

@@ -1,25 +1,21 @@
 """WorkloadFeatures: what one sample of a model costs, from a walk over the module or from a card of its sizes."""
 
 import functools
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from typing import Any
 
-from precision_time.predictor.workloads.cards import Card, Family, find_card, find_family, guess_kind, listed_models
+from precision_time.predictor.workloads.cards import Card, find_card, listed_models
+from precision_time.predictor.workloads.families import ATTENTION_KINDS, Family, find_family, guess_kind
+from precision_time.predictor.workloads.input_sizes import check_input
 from precision_time.predictor.workloads.walk import POLICIES, Walk
 from precision_time.predictor.workloads.zoo import SIZES, ZooEntry, ZooTable, find_entry, find_name, zoo_names
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "describe_entry", "describe_zoo", "find_workload",
+__all__ = ["WorkloadFeatures", "describe_card", "describe_entry", "describe_zoo", "find_workload",
            "known_workloads", "walked_fields"]  # fmt: skip
-
-#: Kinds of ``families.csv`` that are made of attention and dense products.
-ATTENTION_KINDS = frozenset(
-    {"vision_transformer", "language_encoder", "language_decoder", "mixture_of_experts", "sequence_to_sequence"}
-)
 
 #: What fp32 eager execution reads and writes in the forward pass, in bytes per byte of all outputs, per byte of the
 #: outputs of products alone, and per FLOP, each for where the one before it is not known; and the bytes of the backward
@@ -43,9 +39,6 @@ _SHARDED_TABLE_PARAMS = 1_000_000_000
 _PASSES_BYTES = 12.0
 #: Share of a transformer's forward FLOPs in attention where the card does not say (BERT-base at 128 to ViT-B/16).
 _ATTENTION_SHARE = 0.03
-#: What a question may say of its input: a side or a length, or sides joined by x.
-_INPUT = re.compile(r"\d{1,7}(x\d{1,7}){0,2}")
-_SMALLEST_INPUT, _LARGEST_INPUT = 16, 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,17 +315,6 @@ def known_workloads() -> dict[str, WorkloadFeatures]:
     return counted
 
 
-def _check_input(task_input: str) -> None:
-    if not _INPUT.fullmatch(task_input) or not all(
-        _SMALLEST_INPUT <= int(number) <= _LARGEST_INPUT for number in task_input.split("x")
-    ):
-        raise InputError(
-            "this input names no size",
-            got=repr(task_input[:200]),
-            expected="a resolution such as 224 or 800x1333, or a sequence length such as 512, from 16 to 1048576",
-        )
-
-
 def find_workload(name: str, *, task_input: str = "", measured: Iterable[WorkloadFeatures] = ()) -> WorkloadFeatures:
     """The workload called ``name``: from ``measured`` (what an artifact carries) first, then by card, then counted.
 
@@ -351,7 +333,7 @@ def find_workload(name: str, *, task_input: str = "", measured: Iterable[Workloa
         entry = find_entry(name, found.task_input) if found.walks is None else None
         return found if entry is None else replace(found, walks=_walks_of(entry))
     if task_input:
-        _check_input(task_input)
+        check_input(task_input)
     entry = find_entry(name, task_input)
     if entry is not None:
         return describe_entry(entry, name=name)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from precision_time.predictor.workloads.cards import find_family
+from precision_time.predictor.workloads.families import find_family, fold_name
+from precision_time.predictor.workloads.input_sizes import read_padded_size
 from precision_time.predictor.workloads.walk import Walk
 from precision_time.storage.columns import ColumnFile, encode_columns
 from precision_time.storage.errors import InputError, IntegrityError
@@ -29,7 +30,6 @@ _ENDINGS = re.compile(r"_(?:hf|chat|instruct|it|pt|base_hf|uncased|v0_[1-9]|yaml
 #: Columns of text; all others hold numbers.
 _TEXTS = ("name", "task_input", "source", "builds", "note")
 _COUNT = re.compile("(?:fp32|amp)_(?:forward|backward)_")
-_COCO_SIDE = math.sqrt(800.0 * 1088.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class ZooTable:
         self.folded: dict[str, str] = {}
         for network in self.rows:
             # a name that is spelt plainly comes before one with dashes
-            if network == (folded := _fold(network)) or folded not in self.folded:
+            if network == (folded := fold_name(network.strip())) or folded not in self.folded:
                 self.folded[folded] = network
 
     @functools.cached_property
@@ -146,19 +146,13 @@ class ZooTable:
         for row in rows:
             if self.inputs[row] == task_input:
                 return self.read_entry(row, network=network)
-        usual = self.usual_row(network)
-        size = read_size(task_input)
-        if size is None:
+        usual, size = self.usual_row(network), read_padded_size(task_input)
+        known_sizes = {row: known for row in rows if (known := read_padded_size(self.inputs[row]))}
+        if size is None or not known_sizes:
             return self.read_entry(usual, network=network)
-        known = [
-            (abs(math.log(size / found)), row != usual, row) for row in rows if (found := read_size(self.inputs[row]))
-        ]
-        if not known:
-            return self.read_entry(usual, network=network)
-        _, _, nearest = min(known)
-        entry = self.read_entry(nearest, network=network)
-        found = read_size(entry.task_input)
-        return entry if found is None or found == size else _resize(entry, size / found, task_input=task_input)
+        nearest = min(known_sizes, key=lambda row: (abs(math.log(size / known_sizes[row])), row != usual, row))
+        entry, known = self.read_entry(nearest, network=network), known_sizes[nearest]
+        return entry if known == size else _resize(entry, size / known, task_input=task_input)
 
     def _read_walk(self, policy: str, place: int) -> Walk:
         names, table = self._walks[policy]
@@ -174,7 +168,7 @@ class ZooTable:
         return IntegrityError(
             f"{self.name} does not fit",
             got=f"{type(error).__name__}: {error}"[:300],
-            expected="the columns that precision_time.tasks.zoo.table writes",
+            expected="the columns that precision_time.tasks.zoo.build writes",
             fix="install the package again, or rebuild the zoo with make zoo",
         )
 
@@ -194,10 +188,6 @@ def _aliases() -> dict[str, str]:
     return {row["alias"]: row["name"] for row in rows}
 
 
-def _fold(name: str) -> str:
-    return re.sub(r"[-. ]", "_", name.strip().casefold())
-
-
 def zoo_names() -> frozenset[str]:
     """Every name that the zoo lists; other spellings of them are found too (``find_name``)."""
     return frozenset(_table().rows)
@@ -214,11 +204,11 @@ def find_name(name: str) -> str | None:
     table = _table()
     if name in table.rows:
         return name
-    folded = _fold(name)
+    folded = fold_name(name.strip())
     bare = folded.rpartition("/")[2]
     tries = [folded, bare]
     if "." in name and "/" not in name.partition(".")[2]:
-        tries.append(_fold(name.partition(".")[0]).rpartition("/")[2])
+        tries.append(fold_name(name.partition(".")[0].strip()).rpartition("/")[2])
     shorter = bare
     while (cut := _ENDINGS.sub("", shorter)) != shorter:
         tries.append(shorter := cut)
@@ -267,27 +257,3 @@ def _resize(entry: ZooEntry, ratio: float, *, task_input: str) -> ZooEntry:
             "amp": entry.amp.resize(factor, attention_factor=attention),
         }
     )
-
-
-_COCO = re.compile(r"800\D{1,40}1333")
-_SIDES = re.compile(r"(?<![0-9A-Za-z])[1-9][0-9]{0,5}(?:x[1-9][0-9]{0,5})+")
-_NUMBER = re.compile(
-    r"(?:^\s*|\bseq(?:uence)?(?:[ _]length)? |\btgt_len |\bsegments of )([1-9][0-9]{0,8})(?:\.0+)?(?=$|\s|,)"
-)
-
-
-def read_size(text: str) -> float | None:
-    """Side of a square (or cube) with as many pixels as ``text`` names, or a length; None where it names neither.
-
-    Channels (up to 4) do not count. Sets of images of many sizes (``~800x1333``) mean their usual padded size.
-    """
-    if _COCO.search(text):
-        return _COCO_SIDE
-    if found := _SIDES.search(text):
-        sides = [float(side) for side in found.group(0).split("x")]
-        if len(sides) > 2 and sides[-1] <= 4:
-            sides.pop()
-        return math.prod(sides) ** (1 / len(sides))
-    if found := _NUMBER.search(text):
-        return float(found.group(1))
-    return None

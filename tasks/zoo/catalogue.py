@@ -8,7 +8,7 @@ from precision_time.tasks.zoo.libraries.timm_networks import list_timm
 from precision_time.tasks.zoo.libraries.torchvision_detectors import list_torchvision_detectors
 from precision_time.tasks.zoo.libraries.torchvision_networks import list_torchvision
 from precision_time.tasks.zoo.libraries.transformers_networks import list_transformers
-from precision_time.tasks.zoo.networks import Missing, Network
+from precision_time.tasks.zoo.network import Missing, Network
 from precision_time.tasks.zoo.own_networks import list_own
 from precision_time.tasks.zoo.table_networks import list_table_networks
 

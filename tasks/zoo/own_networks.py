@@ -6,9 +6,8 @@ from typing import Any
 
 from precision_time.tasks.workloads import BUILDERS, Workload
 from precision_time.tasks.zoo.libraries.variants import VARIANTS, build_variant
-from precision_time.tasks.zoo.networks import Built, Network, build_light
-from precision_time.tasks.zoo.stand_ins.by_name import VARIANTS as STAND_INS
-from precision_time.tasks.zoo.stand_ins.by_name import build_stand_in
+from precision_time.tasks.zoo.network import Built, Network, build_light
+from precision_time.tasks.zoo.stand_ins.by_name import STAND_INS, build_stand_in
 
 __all__ = ["find_own", "list_own"]
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 from importlib import resources
 from typing import NamedTuple
 
-from precision_time.predictor.rows.public_table import load_public_table, parse_input_size
-from precision_time.predictor.workloads.cards import find_family
+from precision_time.predictor.rows.public_table import load_public_table
+from precision_time.predictor.workloads.families import find_family
+from precision_time.predictor.workloads.input_sizes import parse_input_size
 from precision_time.tasks.zoo.libraries.detectors import find_detector, image_size
 from precision_time.tasks.zoo.libraries.timm_networks import find_timm
 from precision_time.tasks.zoo.libraries.torchvision_networks import find_torchvision
 from precision_time.tasks.zoo.libraries.transformers_networks import find_transformers
-from precision_time.tasks.zoo.networks import Missing, Network
+from precision_time.tasks.zoo.network import Missing, Network
 from precision_time.tasks.zoo.own_networks import find_own
 
 __all__ = ["TablePair", "find_network", "list_table_networks", "table_pairs"]

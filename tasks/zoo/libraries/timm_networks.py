@@ -9,7 +9,7 @@ from importlib import metadata, resources
 from typing import Any, NamedTuple
 
 from precision_time.tasks.zoo.libraries.torchvision_door import load_timm
-from precision_time.tasks.zoo.networks import (
+from precision_time.tasks.zoo.network import (
     CLASSES,
     Built,
     Network,

@@ -18,7 +18,7 @@ from precision_time.tasks.zoo.libraries.detectors import (
     sum_losses,
 )
 from precision_time.tasks.zoo.libraries.torchvision_door import load_torchvision
-from precision_time.tasks.zoo.networks import Built, Network, build_light
+from precision_time.tasks.zoo.network import Built, Network, build_light
 
 __all__ = ["list_torchvision_detectors"]
 

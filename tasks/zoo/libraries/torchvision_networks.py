@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from precision_time.tasks.zoo.libraries.torchvision_door import load_torchvision
-from precision_time.tasks.zoo.networks import Built, Network, build_light, classify, image_batches
+from precision_time.tasks.zoo.network import Built, Network, build_light, classify, image_batches
 
 __all__ = ["find_torchvision", "list_torchvision"]
 

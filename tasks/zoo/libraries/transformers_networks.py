@@ -11,7 +11,7 @@ from torch import nn
 
 from precision_time.tasks.zoo.libraries.transformers_batches import BATCHES, compute_loss
 from precision_time.tasks.zoo.libraries.transformers_experts import balance_experts, count_active
-from precision_time.tasks.zoo.networks import Built, Network, build_light
+from precision_time.tasks.zoo.network import Built, Network, build_light
 
 __all__ = ["FILES", "Configuration", "find_transformers", "list_transformers", "network_of", "read_configurations"]
 

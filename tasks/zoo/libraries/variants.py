@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.zoo.libraries.torchvision_door import load_timm, load_torchvision
-from precision_time.tasks.zoo.networks import CLASSES, Built, build_light, classify, image_batches
+from precision_time.tasks.zoo.network import CLASSES, Built, build_light, classify, image_batches
 
 __all__ = ["VARIANTS", "Variant", "build_variant"]
 

@@ -37,7 +37,7 @@ CRITEO, CRITEO_PLAIN = "Criteo 1TB, 13 dense + 26 categorical", "Criteo 1TB"
 LJSPEECH, LIBRISPEECH = "LJSpeech, variable length", "LibriSpeech utterances, variable length"
 
 #: Builders by name and by what the table says of the input; an empty input is the first one.
-VARIANTS: dict[str, tuple[tuple[Build, tuple[str, ...]], ...]] = {
+STAND_INS: dict[str, tuple[tuple[Build, tuple[str, ...]], ...]] = {
     "gnmt": ((build_gnmt, ("WMT16 en-de", "WMT16 en-de, variable length")),),
     "ssd300_resnet50": ((build_ssd300_resnet50, ("300", "300x300", "300x300 images")),),
     "ssd-resnet34-300": ((build_ssd300_resnet34, ("300", "300x300", "COCO 300x300")),),
@@ -87,9 +87,9 @@ def stand_in_inputs(name: str) -> tuple[str, ...]:
 
     Raises ``UnknownNameError`` for a name that has no stand-in.
     """
-    if name not in VARIANTS:
-        raise UnknownNameError("stand-in", name, VARIANTS)
-    return tuple(task_input for _, inputs in VARIANTS[name] for task_input in inputs)
+    if name not in STAND_INS:
+        raise UnknownNameError("stand-in", name, STAND_INS)
+    return tuple(task_input for _, inputs in STAND_INS[name] for task_input in inputs)
 
 
 def build_stand_in(name: str, task_input: str = "") -> Workload:
@@ -99,13 +99,10 @@ def build_stand_in(name: str, task_input: str = "") -> Workload:
     have shapes alone. Raises ``UnknownNameError`` for a name without a stand-in, ``InputError`` for an unlisted input.
     """
     known = stand_in_inputs(name)
-    for build, inputs in VARIANTS[name]:
+    for build, inputs in STAND_INS[name]:
         if not task_input or task_input in inputs:
             workload = build()
             return replace(workload, name=name, task_input=task_input or workload.task_input)
     raise InputError(
         f"stand-in {name} is not known at this input", got=task_input, expected="one of: " + "; ".join(known)
     )
-
-
-STAND_INS: dict[str, Build] = {name: partial(build_stand_in, name) for name in VARIANTS}

@@ -1,7 +1,6 @@
 """The public table: every row kept or set aside with a reason, and no odd row of a user's file stops it."""
 
 import csv
-import math
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +12,6 @@ from precision_time.predictor.rows.public_table import (
     PublicTable,
     imply_utilisation,
     load_public_table,
-    parse_input_size,
     row_implementation,
     row_parallelism,
     shipped_collectives,
@@ -235,18 +233,3 @@ def test_no_odd_row_stops_the_table(tmp_path: Path, rows: list[dict[str, str]]) 
     assert len(table.kept) + len(table.quarantined) == len(rows)
     assert table.quarantined["reason"].ne("").all()
     assert isinstance(table.kept, pd.DataFrame)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("224", 224), ("seq 384 (script default)", 384), ("COCO 800x1333", 1032.7), ("~800x1333", 1032.7),
-        ("BraTS 128x128x128x4 volumes", 128), ("572x572x1 images", 572), ("KiTS19 128x128x128", 128),
-        ("COCO images (short side 800, long side max 1333)", 1032.7), ("168 history + 24 horizon steps", 192),
-        ("WikiText-103, tgt_len 192, mem_len 192", 192), ("LJSpeech, segments of 8000 audio samples", 8000),
-        ("Criteo 1TB, 13 dense + 26 categorical", math.nan), ("Task01 BrainTumour 2D slices", math.nan),
-        ("ML-20M", math.nan), ("", math.nan), ("LibriSpeech 960h, variable length", math.nan),
-    ],
-)  # fmt: skip
-def test_the_size_of_an_input_is_read_from_its_text(text: str, size: float) -> None:
-    assert parse_input_size(text) == pytest.approx(size, nan_ok=True)

@@ -8,7 +8,7 @@ import pytest
 
 from precision_time.predictor.rows.public_table import load_public_table
 from precision_time.predictor.workloads import zoo
-from precision_time.predictor.workloads.zoo import ZooTable, find_entry, find_name, read_size, zoo_names
+from precision_time.predictor.workloads.zoo import ZooTable, find_entry, find_name, zoo_names
 from precision_time.storage.errors import IntegrityError
 
 DATA = resources.files("precision_time.predictor").joinpath("data")
@@ -145,24 +145,6 @@ def test_the_scaled_walk_of_a_transformer_is_near_the_one_at_that_length():
     assert scaled.total("bytes") == pytest.approx(walked.fp32.total("bytes"), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("224", 224),
-        ("seq 128 (script default)", 128),
-        ("128x128x128x4 volumes", 128),
-        ("512x1024", math.sqrt(512 * 1024)),
-        ("~800x1333", math.sqrt(800 * 1088)),
-        ("COCO images (short side 800, long side max 1333)", math.sqrt(800 * 1088)),
-        ("segments of 8192 audio samples", 8192),
-        ("WMT16 en-de", None),
-        ("", None),
-    ],
-)
-def test_inputs_tell_a_size(text, size):
-    assert read_size(text) == (None if size is None else pytest.approx(size))
-
-
 def test_an_unknown_input_means_the_usual_one():
     usual, told = find_entry("resnet50"), find_entry("resnet50", "ImageNet at its usual size")
     assert usual is not None
@@ -204,9 +186,3 @@ def test_a_look_up_loads_neither_torch_nor_pandas():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_only_an_input_of_coco_means_its_padded_size():
-    coco = read_size("COCO images (short side 800, long side max 1333)")
-    assert coco == read_size("~800x1333") == pytest.approx(math.sqrt(800 * 1088))
-    assert read_size("1333") == read_size("1333x1333") == 1333

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from precision_time.storage.errors import InputError
-from precision_time.tasks.zoo.networks import Built, Network, build_light, classify
+from precision_time.tasks.zoo.network import Built, Network, build_light, classify
 
 
 def _build(width: int) -> Built:

@@ -5,9 +5,8 @@ import pytest
 
 from precision_time.predictor.workloads.walk import Walk
 from precision_time.predictor.workloads.zoo import ZooTable
-from precision_time.tasks.zoo.build import WALKS, build_zoo, read_walks
-from precision_time.tasks.zoo.networks import Missing
-from precision_time.tasks.zoo.table import write_zoo
+from precision_time.tasks.zoo.build import WALKS, build_zoo, read_walks, write_zoo
+from precision_time.tasks.zoo.network import Missing
 
 FOLDER = Path(__file__).parent
 

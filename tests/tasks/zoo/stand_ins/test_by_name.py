@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precision_time.predictor.workloads.cards import find_family
+from precision_time.predictor.workloads.families import find_family
 from precision_time.storage.errors import InputError, UnknownNameError
 from precision_time.tasks.zoo.stand_ins.by_name import STAND_INS, build_stand_in, stand_in_inputs
 from precision_time.tasks.zoo.stand_ins.detection import GRIDS, make_anchors, score_boxes

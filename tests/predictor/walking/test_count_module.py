@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from precision_time.predictor.walking import describe_module as module_walks
-from precision_time.predictor.walking.describe_module import count_module, make_sample
+from precision_time.predictor.walking import count_module as counting
+from precision_time.predictor.walking.count_module import count_module, make_sample
 from precision_time.storage.errors import InputError
 
 
@@ -291,8 +291,8 @@ def test_the_module_stays_as_it_was():
 
 def test_the_same_module_is_walked_once(monkeypatch, cache):
     walks = []
-    real = module_walks.walk_both
-    monkeypatch.setattr(module_walks, "walk_both", lambda *a, **k: walks.append(1) or real(*a, **k))
+    real = counting.walk_both
+    monkeypatch.setattr(counting, "walk_both", lambda *a, **k: walks.append(1) or real(*a, **k))
 
     def mean(output):
         return output.mean()
