@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from precision_time.predictor.rows.implementation_facts import find_container, read_implementation
@@ -14,6 +13,7 @@ from precision_time.predictor.setup.hardware import check_precision, find_hardwa
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism, parse_parallelism
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
+from precision_time.predictor.shipped import shipped_path
 from precision_time.predictor.workloads.input_sizes import parse_input_size
 from precision_time.storage.errors import InputError
 from precision_time.storage.tables import NUMBER_COLUMNS, TEXT_COLUMNS, check_columns, read_table
@@ -99,8 +99,7 @@ def shipped_collectives() -> "pd.DataFrame":
 
 @functools.cache
 def _shipped(name: str) -> "pd.DataFrame":
-    with resources.as_file(resources.files("precision_time.predictor").joinpath(f"data/{name}")) as path:
-        return read_table(path)
+    return read_table(shipped_path(name))
 
 
 def load_public_table(path: str | None = None) -> PublicTable:

@@ -1,12 +1,11 @@
 """Size card of a model by name: what its parameters and one forward pass weigh."""
 
-import csv
 import functools
 import math
 from dataclasses import dataclass, fields, replace
-from importlib import resources
 from typing import Any
 
+from precision_time.predictor.shipped import shipped_rows
 from precision_time.predictor.workloads.families import Family, find_family
 from precision_time.predictor.workloads.input_sizes import read_image_side, read_sequence_length
 from precision_time.storage.errors import InputError, IntegrityError
@@ -71,11 +70,6 @@ _FLOAT = (
 )
 
 
-def _read_rows(name: str) -> list[dict[str, str]]:
-    text = resources.files("precision_time.predictor").joinpath(f"data/{name}").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
 def _read_card(row: dict[str, str]) -> Card:
     values: dict[str, Any] = {}
     try:
@@ -99,7 +93,7 @@ def _read_card(row: dict[str, str]) -> Card:
 def _card_rows() -> dict[str, list[dict[str, str]]]:
     """Rows of models.csv by model, and under "network " with the canonical name all rows of one network."""
     found: dict[str, list[dict[str, str]]] = {}
-    for row in _read_rows("models.csv"):
+    for row in shipped_rows("models.csv"):
         found.setdefault(row["model"], []).append(row)
         if family := find_family(row["model"]):
             found.setdefault(f"network {family.canonical}", []).append(row)

@@ -1,10 +1,10 @@
 """What a network is by its name: its architecture family, its kind, and one name for all names of it."""
 
-import csv
 import functools
 import re
 from dataclasses import dataclass
-from importlib import resources
+
+from precision_time.predictor.shipped import shipped_rows
 
 __all__ = ["ATTENTION_KINDS", "KINDS", "Family", "find_family", "fold_name", "guess_kind"]
 
@@ -69,9 +69,8 @@ def fold_name(name: str) -> str:
 
 @functools.cache
 def _families() -> dict[str, Family]:
-    text = resources.files("precision_time.predictor").joinpath("data/families.csv").read_text(encoding="utf-8")
     families: dict[str, Family] = {}
-    for row in csv.DictReader(text.splitlines()):
+    for row in shipped_rows("families.csv"):
         family = Family(family=row["family"], kind=row["kind"], canonical=row["canonical"])
         families[row["model"]] = family
         families.setdefault(fold_name(row["model"]), family)

@@ -4,9 +4,9 @@ import functools
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib import resources
 from typing import Any
 
+from precision_time.predictor.shipped import shipped_text
 from precision_time.predictor.workloads.cards import Card, find_card, listed_models
 from precision_time.predictor.workloads.families import ATTENTION_KINDS, Family, find_family, guess_kind
 from precision_time.predictor.workloads.input_sizes import check_input
@@ -306,9 +306,8 @@ def _network_of(family: Family | None, entry: ZooEntry) -> str:
 @functools.cache
 def known_workloads() -> dict[str, WorkloadFeatures]:
     """The shipped counted workloads by name (``predictor/data/workloads.toml``)."""
-    text = resources.files("precision_time.predictor").joinpath("data/workloads.toml").read_text(encoding="utf-8")
     counted = {}
-    for name, card in tomllib.loads(text).items():
+    for name, card in tomllib.loads(shipped_text("workloads.toml")).items():
         family = find_family(name)
         labels = {"kind": family.kind, "network": family.canonical} if family else {}
         counted[name] = WorkloadFeatures.from_dict({"name": name, **labels, **card})

@@ -1,14 +1,13 @@
 """Named networks from the zoo: what was walked once, looked up by name and input without torch."""
 
-import csv
 import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
+from precision_time.predictor.shipped import shipped_bytes, shipped_rows
 from precision_time.predictor.workloads.families import find_family, fold_name
 from precision_time.predictor.workloads.input_sizes import read_padded_size
 from precision_time.predictor.workloads.walk import Walk
@@ -173,19 +172,14 @@ class ZooTable:
         )
 
 
-def _read(name: str) -> bytes:
-    return resources.files("precision_time.predictor").joinpath(f"data/{name}").read_bytes()
-
-
 @functools.cache
 def _table() -> ZooTable:
-    return ZooTable(_read("zoo.parquet"), name="predictor/data/zoo.parquet")
+    return ZooTable(shipped_bytes("zoo.parquet"), name="predictor/data/zoo.parquet")
 
 
 @functools.cache
 def _aliases() -> dict[str, str]:
-    rows = csv.DictReader(_read("aliases.csv").decode().splitlines())
-    return {row["alias"]: row["name"] for row in rows}
+    return {row["alias"]: row["name"] for row in shipped_rows("aliases.csv")}
 
 
 def zoo_names() -> frozenset[str]:

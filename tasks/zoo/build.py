@@ -15,10 +15,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from precision_time.predictor.shipped import shipped_path
 from precision_time.predictor.workloads.walk import POLICIES
 from precision_time.predictor.workloads.walk_cache import counting_version
 from precision_time.predictor.workloads.zoo import COUNTS, SIZES
@@ -340,8 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report=report,
         )
     if not chosen.only:
-        with resources.as_file(resources.files("precision_time.predictor").joinpath("data")) as folder:
-            print(write_zoo(zoo.networks, walks=walks, missing=zoo.missing, usual=zoo.usual, folder=folder))
+        folder = shipped_path("zoo.parquet").parent
+        print(write_zoo(zoo.networks, walks=walks, missing=zoo.missing, usual=zoo.usual, folder=folder))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,14 @@
-import csv
 import subprocess
 import sys
-from importlib import resources
 
 import pytest
 
 from precision_time.predictor.rows.public_table import shipped_measurements
+from precision_time.predictor.shipped import shipped_rows
 from precision_time.predictor.workloads import cards as cards_module
 from precision_time.predictor.workloads.cards import find_card, transformer_flops
 from precision_time.predictor.workloads.workload import known_workloads
 from precision_time.storage.errors import InputError, IntegrityError
-
-
-def read_shipped(name):
-    text = resources.files("precision_time.predictor").joinpath(f"data/{name}").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +186,14 @@ def test_transformer_flops_refuses_what_it_cannot_count():
 
 
 def test_a_damaged_card_is_refused(monkeypatch):
-    rows = {"resnet50": [read_shipped("models.csv")[0] | {"model": "resnet50", "params": "many"}]}
+    rows = {"resnet50": [shipped_rows("models.csv")[0] | {"model": "resnet50", "params": "many"}]}
     monkeypatch.setattr(cards_module, "_card_rows", lambda: rows)
     with pytest.raises(IntegrityError, match="card of resnet50"):
         find_card.__wrapped__("resnet50", "224")
 
 
 def test_every_card_can_be_read_and_says_how_it_is_known():
-    for row in read_shipped("models.csv"):
+    for row in shipped_rows("models.csv"):
         card = find_card(row["model"], row["task_input"])
         assert card is not None
         assert card.how_known

@@ -1,21 +1,14 @@
-import csv
-from importlib import resources
-
 import pytest
 
 from precision_time.predictor.rows.public_table import shipped_measurements
+from precision_time.predictor.shipped import shipped_rows
 from precision_time.predictor.workloads import families
 from precision_time.predictor.workloads.cards import find_card
 from precision_time.predictor.workloads.families import KINDS, find_family, guess_kind
 
 
-def read_shipped(name):
-    text = resources.files("precision_time.predictor").joinpath(f"data/{name}").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
 def test_every_model_of_the_public_table_has_a_listed_family():
-    listed = {row["model"]: row for row in read_shipped("families.csv")}
+    listed = {row["model"]: row for row in shipped_rows("families.csv")}
     assert set(shipped_measurements()["model"]) <= set(listed)
     assert {row["kind"] for row in listed.values()} <= set(KINDS)
     assert all(row["family"] and row["canonical"] for row in listed.values())
@@ -23,7 +16,7 @@ def test_every_model_of_the_public_table_has_a_listed_family():
 
 def test_one_network_has_one_family_and_kind_whatever_it_is_called():
     labels = {}
-    for row in read_shipped("families.csv"):
+    for row in shipped_rows("families.csv"):
         labels.setdefault(row["canonical"], set()).add((row["family"], row["kind"]))
     assert {name: several for name, several in labels.items() if len(several) > 1} == {}
 
@@ -77,7 +70,7 @@ def test_a_name_without_any_pattern_has_no_family_and_no_card():
 
 
 def test_the_guess_agrees_with_the_list_on_nearly_all_names(monkeypatch):
-    rows = read_shipped("families.csv")
+    rows = shipped_rows("families.csv")
     monkeypatch.setattr(families, "_families", dict)
     guesses = [find_family(row["model"]) for row in rows]
     right = sum(guess is not None and guess.family == row["family"] for guess, row in zip(guesses, rows, strict=True))

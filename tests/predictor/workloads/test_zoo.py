@@ -1,27 +1,24 @@
-import csv
 import math
 import subprocess
 import sys
-from importlib import resources
 
 import pytest
 
 from precision_time.predictor.rows.public_table import load_public_table
+from precision_time.predictor.shipped import shipped_bytes, shipped_rows
 from precision_time.predictor.workloads import zoo
 from precision_time.predictor.workloads.zoo import ZooTable, find_entry, find_name, zoo_names
 from precision_time.storage.errors import IntegrityError
 
-DATA = resources.files("precision_time.predictor").joinpath("data")
-
 
 @pytest.fixture(scope="module")
 def shipped():
-    return DATA.joinpath("zoo.parquet").read_bytes()
+    return shipped_bytes("zoo.parquet")
 
 
 @pytest.fixture(scope="module")
 def missing():
-    return list(csv.DictReader(DATA.joinpath("zoo_missing.csv").read_text(encoding="utf-8").splitlines()))
+    return shipped_rows("zoo_missing.csv")
 
 
 def test_the_zoo_is_one_file_of_many_names(shipped):
@@ -112,7 +109,7 @@ def test_published_spellings_are_found(spelling, name):
 
 
 def test_every_alias_leads_to_a_name():
-    rows = list(csv.DictReader(DATA.joinpath("aliases.csv").read_text(encoding="utf-8").splitlines()))
+    rows = shipped_rows("aliases.csv")
     assert len(rows) > 300
     assert not {row["name"] for row in rows} - zoo_names()
 
@@ -157,7 +154,7 @@ def test_a_damaged_file_is_an_error_that_says_so(shipped, monkeypatch):
     broken[len(broken) // 2] ^= 1
     with pytest.raises(IntegrityError, match=r"zoo\.parquet is damaged"):
         ZooTable(bytes(broken), name="zoo.parquet")
-    monkeypatch.setattr(zoo, "_read", lambda name: bytes(broken))
+    monkeypatch.setattr(zoo, "shipped_bytes", lambda name: bytes(broken))
     zoo._table.cache_clear()
     find_entry.cache_clear()
     find_name.cache_clear()
