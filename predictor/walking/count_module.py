@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from precision_time.predictor.walking.walk_module import VALUES_NEEDED, walk_both
+from precision_time.predictor.walking.walk_module import VALUES_NEEDED, walk_module
 from precision_time.predictor.workloads.module_content import describe_module, describe_value
 from precision_time.predictor.workloads.walk import Walk
 from precision_time.predictor.workloads.walk_cache import (
@@ -199,7 +199,7 @@ class _ForwardError(InputError):
 
 def _walk_module(module: nn.Module, make_batch: Callable[[int], Any], run: _Runner) -> Mapping[str, Walk]:
     try:
-        return walk_both(module, make_batch, loss_of=run)
+        return walk_module(module, make_batch, loss_of=run)
     except _ForwardError as failed:
         if run.hollow:
             raise

@@ -263,10 +263,6 @@ def _of_attention_backward(args: tuple[Any, ...], outputs: list[torch.Tensor]) -
     return FLASH_BACKWARD_RATIO * flops, dimensions, family
 
 
-def _of_attention_product(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
-    return *_of_left(0)(args, outputs)[:2], "attention"
-
-
 def _of_recurrent(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
     """One layer: input [..., in], weights of each direction [gates, in] and [gates, hidden], then biases."""
     tokens, matrices = args[0], [weight for weight in args[1] if weight.dim() == 2]
@@ -307,7 +303,6 @@ PRODUCTS: dict[str, Callable[[tuple[Any, ...], list[torch.Tensor]], Product]] = 
     },
     "precision_time::attention": _of_attention,
     "precision_time::attention_backward": _of_attention_backward,
-    "precision_time::attention_product": _of_attention_product,
     "precision_time::recurrent": _of_recurrent,
     "precision_time::recurrent_backward": _of_recurrent_backward,
     "precision_time::cell": _of_nothing,
@@ -324,11 +319,6 @@ def _add_nothing(operation: Operation, args: tuple[Any, ...], outputs: list[torc
 
 def _add_scores(operation: Operation, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
     operation.scores = float(math.prod(args[0].shape[:-1]) * args[1].shape[-2])
-
-
-def _add_product_scores(operation: Operation, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
-    if args[2]:
-        operation.scores = float(outputs[0].numel())
 
 
 def _add_steps(operation: Operation, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
@@ -352,7 +342,6 @@ EXTRAS: dict[str, Callable[[Operation, tuple[Any, ...], list[torch.Tensor]], Non
         for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     },
     "precision_time::attention": _add_scores,
-    "precision_time::attention_product": _add_product_scores,
     "precision_time::recurrent": _add_steps,
     "precision_time::recurrent_backward": _add_steps,
     "precision_time::cell": _add_step,

@@ -42,7 +42,7 @@ Report = Callable[[str], None]
 
 def walk_network(network: Network) -> dict[str, Any]:
     """What the zoo keeps of one network, as plain values for JSON: counts of its module and both walks."""
-    from precision_time.predictor.walking.walk_module import walk_both
+    from precision_time.predictor.walking.walk_module import walk_module
 
     start = time.monotonic()
     built = network.build()
@@ -55,7 +55,7 @@ def walk_network(network: Network) -> dict[str, Any]:
     built_s = time.monotonic() - start
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        walks = walk_both(module, built.make_batch, loss_of=built.loss_of)
+        walks = walk_module(module, built.make_batch, loss_of=built.loss_of)
     return {
         "builds": network.builds,
         "params": params,

@@ -291,8 +291,8 @@ def test_the_module_stays_as_it_was():
 
 def test_the_same_module_is_walked_once(monkeypatch, cache):
     walks = []
-    real = counting.walk_both
-    monkeypatch.setattr(counting, "walk_both", lambda *a, **k: walks.append(1) or real(*a, **k))
+    real = counting.walk_module
+    monkeypatch.setattr(counting, "walk_module", lambda *a, **k: walks.append(1) or real(*a, **k))
 
     def mean(output):
         return output.mean()
