@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Residual, Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_ssd300_resnet34", "build_ssd300_resnet50"]
 
@@ -124,16 +124,10 @@ def _detector(name: str, module: nn.Module) -> Workload:
         images, boxes, labels = batch
         return score_boxes(module(images), boxes, labels)
 
-    return Workload(
-        name=name,
-        family="ssd",
-        task_input=str(SIDE),
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["sgd_momentum"],
-        optimizer_name="sgd_momentum",
-    )
+    return make_workload(
+        name, module, family="ssd", task_input=str(SIDE), optimizer="sgd_momentum",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_ssd300_resnet50() -> Workload:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_face_mobilenet", "build_face_resnet100"]
 
@@ -79,16 +79,10 @@ def _recogniser(name: str, family: str, module: nn.Module) -> Workload:
         logits = cosines.scatter(1, people[:, None], (own.acos() + MARGIN).cos())
         return F.cross_entropy(SCALE * logits, people)
 
-    return Workload(
-        name=name,
-        family=family,
-        task_input="112",
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["sgd_momentum"],
-        optimizer_name="sgd_momentum",
-    )
+    return make_workload(
+        name, module, family=family, task_input="112", optimizer="sgd_momentum",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_face_resnet100() -> Workload:

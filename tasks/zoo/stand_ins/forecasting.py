@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_tft"]
 
@@ -130,13 +130,8 @@ def build_tft(*, series: int = 369, past: int = 168, future: int = 24) -> Worklo
         levels = torch.tensor(QUANTILES, device=errors.device)
         return torch.maximum(levels * errors, (levels - 1) * errors).sum(dim=-1).mean()
 
-    return Workload(
-        name="tft",
-        family="tft",
-        task_input=f"{past}+{future}",
-        module=FusionTransformer(series=series, past=past),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "tft", FusionTransformer(series=series, past=past),
+        family="tft", task_input=f"{past}+{future}", optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["CRITEO_ROWS", "build_dcnv2", "build_dlrm", "build_ncf", "build_vae_cf", "build_wide_and_deep"]
 
@@ -163,16 +163,10 @@ def _clicks(
         inputs, values, labels = batch
         return F.binary_cross_entropy_with_logits(module(inputs, values), labels)
 
-    return Workload(
-        name=name,
-        family=family,
-        task_input="1",
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS[optimizer],
-        optimizer_name=optimizer,
-    )
+    return make_workload(
+        name, module, family=family, task_input="1", optimizer=optimizer,
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_dlrm(size: str) -> Workload:
@@ -270,16 +264,10 @@ def build_ncf() -> Workload:
         viewers, films, labels = batch
         return F.binary_cross_entropy_with_logits(module(viewers, films), labels)
 
-    return Workload(
-        name="ncf",
-        family="ncf",
-        task_input="1",
-        module=NeuMf(users=users, items=items),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "ncf", NeuMf(users=users, items=items), family="ncf", task_input="1", optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 class VaeCf(nn.Module):
@@ -316,13 +304,7 @@ def build_vae_cf() -> Workload:
         loss: Tensor = told - 0.1 * (1 + variance - mean.square() - variance.exp()).sum(dim=1).mean()
         return loss
 
-    return Workload(
-        name="vae_cf",
-        family="vae_cf",
-        task_input=str(items),
-        module=VaeCf(items=items),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "vae_cf", VaeCf(items=items), family="vae_cf", task_input=str(items), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

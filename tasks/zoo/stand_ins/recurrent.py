@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_gnmt", "build_rnnt", "build_tacotron2"]
 
@@ -91,16 +91,10 @@ def build_gnmt(*, source: int = GNMT_SOURCE, target: int = GNMT_TARGET) -> Workl
             module(sentence, words).flatten(0, 1), labels.t().flatten(), ignore_index=0, label_smoothing=0.1
         )
 
-    return Workload(
-        name="gnmt",
-        family="gnmt",
-        task_input=str(target),
-        module=Gnmt(vocabulary=vocabulary),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "gnmt", Gnmt(vocabulary=vocabulary), family="gnmt", task_input=str(target), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 class RnnT(nn.Module):
@@ -152,16 +146,10 @@ def build_rnnt(*, frames: int = 410, words: int = 64) -> Workload:
         loss: Tensor = -scores[..., -1].mean() - scores[:, :, :-1].gather(-1, index).mean()
         return loss
 
-    return Workload(
-        name="rnnt",
-        family="rnnt",
-        task_input=str(frames),
-        module=RnnT(classes=classes, features=features),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adamw"],
-        optimizer_name="adamw",
-    )
+    return make_workload(
+        "rnnt", RnnT(classes=classes, features=features), family="rnnt", task_input=str(frames), optimizer="adamw",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def _voice_convolution(before: int, after: int) -> list[nn.Module]:
@@ -267,13 +255,7 @@ def build_tacotron2(*, frames: int = TACOTRON_FRAMES, characters: int = TACOTRON
         gate = F.binary_cross_entropy_with_logits(stops, ended)
         return F.mse_loss(made, target) + F.mse_loss(refined, target) + gate
 
-    return Workload(
-        name="tacotron2",
-        family="tacotron",
-        task_input=str(frames),
-        module=Tacotron2(symbols=symbols, mels=mels),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "tacotron2", Tacotron2(symbols=symbols, mels=mels), family="tacotron", task_input=str(frames), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

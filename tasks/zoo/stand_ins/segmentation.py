@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = [
     "build_nnunet_2d",
@@ -97,16 +97,10 @@ def _segmenter(
         image, wanted = batch
         return loss(module(image), wanted)
 
-    return Workload(
-        name=name,
-        family=family,
-        task_input="x".join(map(str, shape[1:])),
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS[optimizer],
-        optimizer_name=optimizer,
-    )
+    return make_workload(
+        name, module, family=family, task_input="x".join(map(str, shape[1:])), optimizer=optimizer,
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_nnunet_2d(*, sides: tuple[int, int] = (192, 160)) -> Workload:

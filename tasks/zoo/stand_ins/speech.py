@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 from precision_time.tasks.zoo.stand_ins.recurrent import TACOTRON_CHARACTERS, TACOTRON_FRAMES
 
 __all__ = ["build_fastpitch", "build_jasper", "build_quartznet"]
@@ -118,16 +118,10 @@ def _listener(name: str, module: nn.Module, *, frames: int) -> Workload:
         sound, ends, labels = batch
         return F.cross_entropy(module(sound, ends), labels)
 
-    return Workload(
-        name=name,
-        family="jasper",
-        task_input=str(frames),
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adamw"],
-        optimizer_name="adamw",
-    )
+    return make_workload(
+        name, module, family="jasper", task_input=str(frames), optimizer="adamw",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_jasper(*, frames: int = LIBRISPEECH_FRAMES) -> Workload:
@@ -264,13 +258,8 @@ def build_fastpitch(*, frames: int = TACOTRON_FRAMES, characters: int = TACOTRON
         loss: Tensor = F.mse_loss(made, sounds.transpose(1, 2)) + 0.1 * told - (aligned * spread).sum(dim=2).mean()
         return loss
 
-    return Workload(
-        name="fastpitch",
-        family="fastspeech",
-        task_input=str(frames),
-        module=FastPitch(symbols=symbols, mels=mels),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "fastpitch", FastPitch(symbols=symbols, mels=mels),
+        family="fastspeech", task_input=str(frames), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_transformer_big", "build_transformer_xl"]
 
@@ -162,18 +162,14 @@ def build_transformer_xl(size: str = "base", *, length: int = 0) -> Workload:
         loss: Tensor = module(*batch)
         return loss
 
-    return Workload(
-        name=f"transformerxl_{size}",
-        family="transformer_xl",
-        task_input=str(length),
-        module=TransformerXl(
+    return make_workload(
+        f"transformerxl_{size}",
+        TransformerXl(
             layers=layers, width=width, heads=width // 64, inner=4 * width, dropout=0.2 if large else 0.1,
             divide=4 if large else 1,
         ),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
+        family="transformer_xl", task_input=str(length), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
     )  # fmt: skip
 
 
@@ -273,13 +269,7 @@ def build_transformer_big(*, length: int = 32) -> Workload:
         source, target, labels = batch
         return F.cross_entropy(module(source, target).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
-    return Workload(
-        name="transformer_big",
-        family="transformer",
-        task_input="1",
-        module=Translator(vocabulary=vocabulary),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "transformer_big", Translator(vocabulary=vocabulary), family="transformer", task_input="1", optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_hifigan", "build_waveglow"]
 
@@ -101,16 +101,10 @@ def build_waveglow(*, length: int = 8000) -> Workload:
         loss: Tensor = (latents.square().sum() / 2 - logs) / latents.numel()
         return loss
 
-    return Workload(
-        name="waveglow",
-        family="waveglow",
-        task_input=str(length),
-        module=WaveGlow(mels=mels),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "waveglow", WaveGlow(mels=mels), family="waveglow", task_input=str(length), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 class FieldFusion(nn.Module):
@@ -228,13 +222,7 @@ def build_hifigan(*, length: int = 8192) -> Workload:
         loss: Tensor = module(*batch)
         return loss
 
-    return Workload(
-        name="hifigan",
-        family="hifigan",
-        task_input=str(length),
-        module=HifiGan(mels=mels),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adamw"],
-        optimizer_name="adamw",
-    )
+    return make_workload(
+        "hifigan", HifiGan(mels=mels), family="hifigan", task_input=str(length), optimizer="adamw",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
