@@ -20,7 +20,7 @@ from precision_time.predictor.workloads.families import find_family
 from precision_time.predictor.workloads.walk_cache import CountedModel
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["build_model", "count_config", "spread_evenly"]
+__all__ = ["KeepLayers", "build_model", "count_config", "spread_evenly"]
 
 #: What a configuration without ``architectures`` is taken for: the first that knows its type.
 _HEADS = (
@@ -270,8 +270,8 @@ class _Inputs:
         return batch
 
 
-class _KeepLayers(TorchFunctionMode):
-    """Draws 1 where a single number is drawn: models of speech drop a layer when it is below a rate."""
+class KeepLayers(TorchFunctionMode):
+    """Give 1 wherever a single random number is drawn: speech models drop a layer when it is below a rate."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -282,7 +282,7 @@ class _KeepLayers(TorchFunctionMode):
 
 
 def _compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    with _KeepLayers():
+    with KeepLayers():
         return loss_of_output(model(**batch))
 
 

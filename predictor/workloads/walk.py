@@ -135,11 +135,6 @@ class Walk:
                 return low * float((high / low) ** part) if low > 0 else high
         return known[-1]
 
-    def peak_at(self, samples: float) -> float:
-        """Bytes that live at once beside parameters, buffers and the batch, at most."""
-        large, small = self.peak * samples + self.peak_fixed, self.peak_small * samples + self.peak_small_fixed
-        return max(large, small)
-
     def ready_at(self, share: float) -> float:
         """Share of the backward work done when ``share`` of the gradient bytes are ready; linear between points."""
         place = min(max(share, 0.0), 1.0) * READY_POINTS

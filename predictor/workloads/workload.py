@@ -8,7 +8,7 @@ from typing import Any
 
 from precision_time.predictor.shipped import shipped_text
 from precision_time.predictor.workloads.cards import Card, find_card, listed_models
-from precision_time.predictor.workloads.families import ATTENTION_KINDS, Family, find_family, guess_kind
+from precision_time.predictor.workloads.families import ATTENTION_KINDS, find_family, guess_kind
 from precision_time.predictor.workloads.input_sizes import check_input
 from precision_time.predictor.workloads.walk import POLICIES, Walk
 from precision_time.predictor.workloads.zoo import SIZES, ZooEntry, ZooTable, find_entry, find_name, zoo_names
@@ -164,6 +164,7 @@ def describe_card(
         operations = max(1, round(_LAUNCHED_SHARE * card.forward_operations))
     convolutions = None if card is None else card.convolution_share
     attention = None if card is None else card.attention_share
+    sizes: dict[str, Any] = {} if card is None else {size: getattr(card, size) for size in SIZES}
     optimizer = card.optimizer if card is not None else ""
     if kind == "recommendation" and params > _SHARDED_TABLE_PARAMS:
         params = max(1, round(forward_flops_per_sample / 2))
@@ -188,16 +189,7 @@ def describe_card(
         backward_ops=max(1, round(backward_ops * operations)),
         source="card",
         activations_per_sample=None if card is None else card.activations_per_sample,
-        active_params=None if card is None else card.active_params,
-        layers=layers,
-        hidden_size=None if card is None else card.hidden_size,
-        heads=None if card is None else card.heads,
-        kv_heads=None if card is None else card.kv_heads,
-        ffn_size=None if card is None else card.ffn_size,
-        vocab=None if card is None else card.vocab,
-        sequence_length=sequence_length,
-        experts=None if card is None else card.experts,
-        active_experts=None if card is None else card.active_experts,
+        **sizes | {"sequence_length": sequence_length},
     )
 
 
@@ -233,9 +225,10 @@ def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
     # where timm has the name too, torchvision's twin goes by its library
     own_name = entry.name.removeprefix("torchvision/")
     family = find_family(name.removeprefix("torchvision/")) or find_family(own_name)
+    network = find_family(own_name) or family
     card = find_card(name, entry.task_input) or find_card(entry.name, entry.task_input)
     kind = family.kind if family else _guess_kind(entry)
-    params, walks = entry.params, _walks_of(entry)
+    params, walks = entry.params, entry.walks
     if kind == "recommendation" and params > _SHARDED_TABLE_PARAMS:
         params = max(1, round(entry.fp32.total("flops", phase="forward") / 2))
         walks = {policy: _keep_dense(found, params) for policy, found in walks.items()}
@@ -244,7 +237,7 @@ def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
         name=name,
         family=family.family if family else "",
         kind=kind,
-        network=_network_of(find_family(own_name) or family, entry),
+        network=network.canonical if network else entry.name,
         task_input=entry.task_input,
         optimizer=(card.optimizer if card is not None else "")
         or ("adamw" if kind in ATTENTION_KINDS else "sgd_momentum"),
@@ -266,7 +259,7 @@ def describe_zoo(table: ZooTable, cards: Iterable[WorkloadFeatures]) -> tuple[Wo
     for card in cards:
         known_as = find_name(card.name)
         entry = table.find_entry(known_as, card.task_input) if known_as in table.rows else None
-        walked = card if entry is None or card.walks is not None else replace(card, walks=_walks_of(entry))
+        walked = card if entry is None or card.walks is not None else replace(card, walks=entry.walks)
         described.append(walked)
     return tuple(described)
 
@@ -286,21 +279,13 @@ def _guess_kind(entry: ZooEntry) -> str:
         if "experts" in entry.sizes:
             return "mixture_of_experts"
         return "language_decoder" if entry.sizes.get("sequence_length", 0) >= _DECODER_LENGTH else "language_encoder"
-    told = walked_fields(_walks_of(entry))
+    told = walked_fields(entry.walks)
     return guess_kind(convolution_share=told["convolution_flops_share"], attends=told["attention_flops_share"] > 0)
 
 
 def _size_of(entry: ZooEntry, card: Card | None, name: str) -> int | None:
     known = entry.sizes.get(name)
     return known if known is not None or card is None else getattr(card, name)
-
-
-def _walks_of(entry: ZooEntry) -> dict[str, Walk]:
-    return {"fp32": entry.fp32, "amp": entry.amp}
-
-
-def _network_of(family: Family | None, entry: ZooEntry) -> str:
-    return family.canonical if family else entry.name
 
 
 @functools.cache
@@ -330,7 +315,7 @@ def find_workload(name: str, *, task_input: str = "", measured: Iterable[Workloa
     if name in own and task_input in ("", own[name].task_input):
         found = own[name]
         entry = find_entry(name, found.task_input) if found.walks is None else None
-        return found if entry is None else replace(found, walks=_walks_of(entry))
+        return found if entry is None else replace(found, walks=entry.walks)
     if task_input:
         check_input(task_input)
     entry = find_entry(name, task_input)

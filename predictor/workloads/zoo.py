@@ -53,6 +53,11 @@ class ZooEntry:
     fp32: Walk = field(hash=False)
     amp: Walk = field(hash=False)
 
+    @property
+    def walks(self) -> dict[str, Walk]:
+        """Both walks by policy."""
+        return {"fp32": self.fp32, "amp": self.amp}
+
 
 class ZooTable:
     """The rows of one file of the zoo. Raises ``IntegrityError`` for a damaged file, or one of another kind."""

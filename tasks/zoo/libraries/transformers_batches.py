@@ -1,7 +1,6 @@
 """Batches for networks of transformers by kind, and one loss for all of their outputs."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,27 +78,14 @@ BATCHES: dict[str, Callable[[Any, int, int, int], Batch]] = {
 }
 
 
-@contextmanager
-def _no_chance() -> Iterator[None]:
-    """Single random numbers, by which layers are dropped, come as one half: fake tensors cannot be compared."""
-    draw = torch.rand
-
-    def draw_plainly(*shape: Any, **options: Any) -> Any:
-        return 0.5 if shape in ((), ([],), ((),)) and not options else draw(*shape, **options)
-
-    torch.rand = draw_plainly
-    try:
-        yield
-    finally:
-        torch.rand = draw
-
-
 def compute_loss(module: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of every score that a network gives, at every place; else the loss it computes, or a mean.
 
     A connectionist loss (speech) is scored frame by frame: its own work is small beside the network's.
     """
-    with _no_chance():
+    from precision_time.predictor.walking.huggingface import KeepLayers
+
+    with KeepLayers():
         output = module(**batch)
     if getattr(output, "loss", None) is not None:
         own: Tensor = output.loss

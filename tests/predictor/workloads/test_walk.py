@@ -58,12 +58,6 @@ def test_gradients_become_ready_between_the_points_too():
     assert walk.ready_at(1.5) == 1.0
 
 
-def test_the_peak_is_the_higher_of_two_moments():
-    walk = make_walk()
-    assert walk.peak_at(1) == 21.0
-    assert walk.peak_at(100) == 502.0
-
-
 def test_a_larger_input_takes_more_of_everything_and_most_of_attention():
     walk = make_walk()
     grown = walk.resize(2.0, attention_factor=4.0)
