@@ -37,7 +37,7 @@ FP32 = (
     "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
     "binary_cross_entropy",
 )  # fmt: skip
-#: Asked for an fp32 result unless the caller asked for a format.
+#: Give an fp32 result unless the caller asks for another format.
 SET_DTYPE = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
@@ -47,7 +47,7 @@ PROMOTE = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 )  # fmt: skip
-#: Take another overload that has a format to ask for.
+#: Replaced by an overload that takes the format of its result.
 APPEND_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 #: The 16-bit format of a walk. Autocast casts to fp16 and to bf16 alike, so one stands for both.

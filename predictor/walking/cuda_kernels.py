@@ -34,7 +34,7 @@ _OPS = torch.ops.precision_time
 
 
 def imitate(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of one of the ``IMITATED`` operations: zeros of the right shapes and formats."""
+    """The results of one of the ``IMITATED`` operations: tensors of the right shapes and formats."""
     return _IMITATIONS[name](*args, **kwargs)
 
 
@@ -43,7 +43,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
 
 
 def _token_major(like: Tensor, width: int) -> Tensor:
-    """[..., H, S, width] that lies in memory as [..., S, H, width], as flash kernels write it."""
+    """A tensor [..., H, S, width] that lies in memory as [..., S, H, width], as flash kernels write it."""
     if like.dim() < 3:
         return like.new_zeros(*like.shape[:-1], width)
     *batch, heads, tokens, _ = like.shape
@@ -63,7 +63,7 @@ def _attention_backward(
 def _recurrent(
     tokens: Tensor, weights: list[Tensor], states: list[Tensor], directions: int, kept: int, steps: int
 ) -> list[Tensor]:
-    """[..., in] -> output [..., hidden], the last states, and what the backward pass needs."""
+    """[..., in] -> output [..., hidden], the last states, and the tensor kept for the backward pass."""
     output = tokens.new_zeros(*tokens.shape[:-1], directions * states[0].shape[-1])
     reserve = tokens.new_zeros(*tokens.shape[:-1], kept)
     return [output, *(state.new_zeros(state.shape) for state in states), reserve]
@@ -77,7 +77,7 @@ def _recurrent_backward(
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, out_dtype: Any = None) -> Tensor:
-    """Groups are the first dimension of a 3-dimensional factor, or ``offs`` ends their rows in a 2-dimensional one."""
+    """The groups are the first dimension of a 3-dimensional factor; ``offs`` ends their rows in a 2-dimensional one."""
     shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.dim() == right.dim():
         shape = (left.shape[0] if left.dim() == 3 else 0 if offs is None else offs.numel(), *shape)
@@ -85,7 +85,7 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any
 
 
 def _cell(input_gates: Tensor, hidden_gates: Tensor, biases: list[Tensor], states: list[Tensor]) -> list[Tensor]:
-    # torch's workspace: the gates of an LSTM cell, and those of a GRU with both parts of the last
+    # the workspace of torch's kernels: the gates of an LSTM cell; those of a GRU cell, with both parts of the last gate
     hidden = states[0].shape[-1]
     kept = input_gates.shape[-1] if len(states) > 1 else 5 * hidden
     return [*(state.new_zeros(state.shape) for state in states), input_gates.new_zeros(len(input_gates), kept)]
@@ -165,10 +165,10 @@ class _Cell(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         reserve, *rest = ctx.saved_tensors
-        given = [gradient for gradient in gradients if gradient is not None]
+        present = [gradient for gradient in gradients if gradient is not None]
         biases = rest[ctx.count :]
-        gates, state, *bias = _OPS.cell_backward(given, rest[: ctx.count], reserve, biases)
-        # the hidden state of an LSTM comes in by its product alone, that of a GRU also by the last gate
+        gates, state, *bias = _OPS.cell_backward(present, rest[: ctx.count], reserve, biases)
+        # the hidden state of an LSTM enters only through its product, that of a GRU through the last gate as well
         states = (None, state) if ctx.states > 1 else (state,)
         return (gates, gates, None, *states, *(bias * len(biases)))
 

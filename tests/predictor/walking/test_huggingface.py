@@ -135,7 +135,7 @@ def test_the_question_chooses_the_size_of_the_input(tmp_path: Path) -> None:
     vision = resolve_model(write(tmp_path / "vit", VIT | {"image_size": [32, 48]}), task_input="32x48").workload
     assert vision.task_input == "32x48"
     for wrong in ("16x16", "long"):
-        with pytest.raises(InputError, match="names no length"):
+        with pytest.raises(InputError, match="is not a length"):
             resolve_model(write(tmp_path / "bert", BERT), task_input=wrong)
 
 
@@ -174,7 +174,7 @@ def test_a_known_configuration_is_answered_without_torch(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (BERT | {"auto_map": {"AutoModel": "modeling_mine.Mine"}}, "brings code of its own"),
+        (BERT | {"auto_map": {"AutoModel": "modeling_mine.Mine"}}, "names code that comes with the model"),
         (BERT | {"hidden_size": "wide"}, "transformers cannot build"),
         (BERT | {"num_attention_heads": 5}, "transformers cannot build"),
     ],
