@@ -159,7 +159,7 @@ class _Inputs:
     def __init__(self, model: PreTrainedModel, *, task_input: str) -> None:
         self.config, self.requested = model.config, task_input
         self.accepted = inspect.signature(model.forward).parameters
-        self.kind = type(model).__name__
+        self.class_name = type(model).__name__
         self.reasons: list[str] = []
         self.task_input, self.sequence_length = task_input, None  # type: str, int | None
         #: by argument: the shape of one sample, and the number of ids to draw from (0: numbers, not ids)
@@ -175,7 +175,7 @@ class _Inputs:
             self._add_tokens()
         if not self.shapes:
             raise InputError(
-                f"{self.kind} takes an input that is not known here",
+                f"{self.class_name} takes an input that is not known here",
                 got=f"a main input called {main_input}",
                 expected="images, token ids, spectrograms or waveforms",
                 fix="give the module itself with sample_input",
@@ -204,7 +204,7 @@ class _Inputs:
         height, width = self._side(usual=size if isinstance(size, int) else next(iter(size)))
         self.shapes["pixel_values"] = ((getattr(vision, "num_channels", 3) or 3, height, width), 0)
         self.task_input = str(height) if height == width else f"{height}x{width}"
-        if "ImageClassification" in self.kind and "labels" in self.accepted:
+        if "ImageClassification" in self.class_name and "labels" in self.accepted:
             self.shapes["labels"] = ((), self._labels)
 
     def _length(self, *, usual: int, what: str, unit: str) -> int:
@@ -228,15 +228,16 @@ class _Inputs:
             length = self._length(usual=min(positions, _USUAL_LENGTH), what="sequences", unit="tokens")
             self.task_input, self.sequence_length = str(length), length
         self.shapes["input_ids"] = ((length,), vocabulary)
-        per_token = any(part in self.kind for part in ("LM", "ConditionalGeneration", "PreTraining", "TokenClass"))
-        labels = self._labels if "TokenClass" in self.kind else vocabulary
+        heads = ("LM", "ConditionalGeneration", "PreTraining", "TokenClass")
+        per_token = any(head in self.class_name for head in heads)
+        labels = self._labels if "TokenClass" in self.class_name else vocabulary
         if "start_positions" in self.accepted:
             self.shapes |= dict.fromkeys(("start_positions", "end_positions"), ((), length))
-        elif "labels" in self.accepted and "SequenceClassification" in self.kind:
+        elif "labels" in self.accepted and "SequenceClassification" in self.class_name:
             self.shapes["labels"] = ((), self._labels)
-        elif "labels" in self.accepted and (per_token or "GPT2Double" in self.kind):
+        elif "labels" in self.accepted and (per_token or "GPT2Double" in self.class_name):
             self.shapes["labels"] = ((length,), labels)
-        if "next_sentence_label" in self.accepted and "PreTraining" in self.kind:
+        if "next_sentence_label" in self.accepted and "PreTraining" in self.class_name:
             self.shapes["next_sentence_label"] = ((), 2)
         if self.config.is_encoder_decoder and "labels" not in self.shapes and "decoder_input_ids" in self.accepted:
             self.shapes["decoder_input_ids"] = ((length,), vocabulary)
@@ -261,7 +262,7 @@ class _Inputs:
             length = self._length(usual=_USUAL_SECONDS * _SAMPLES_PER_S, what="waveforms", unit="samples")
             self.shapes["input_values"] = ((length,), 0)
             self.task_input = str(length)
-        if "labels" in self.accepted and "Classification" in self.kind:
+        if "labels" in self.accepted and "Classification" in self.class_name:
             self.shapes["labels"] = ((), self._labels)
 
     def make_batch(self, samples: int) -> dict[str, Any]:
@@ -302,7 +303,8 @@ def _kind_of(config: PretrainedConfig, inputs: _Inputs, *, experts: int) -> str:
         return "mixture_of_experts"
     if getattr(config, "is_encoder_decoder", False):
         return "sequence_to_sequence"
-    return "language_decoder" if "CausalLM" in inputs.kind or "LMHeadModel" in inputs.kind else "language_encoder"
+    is_causal = any(head in inputs.class_name for head in ("CausalLM", "LMHeadModel"))
+    return "language_decoder" if is_causal else "language_encoder"
 
 
 def _count_experts(model: PreTrainedModel) -> tuple[int, int, float]:

@@ -1,4 +1,4 @@
-"""Size card of a model by name: what its parameters and one forward pass weigh."""
+"""The size card of a model by its name: its parameters and the work of one forward pass."""
 
 import functools
 import math
@@ -23,9 +23,9 @@ class Card:
     """Sizes of one model at one input; ``None`` = not known.
 
     FLOPs count 2 per multiply-add of the forward pass of one sample, attention scores in full (not halved for a
-    causal mask). What one sample is (image, sequence, sentence pair, token, record) stands in ``how_known`` where
-    it is not an image or a sequence. ``active_params`` is what one token passes through, ``ffn_size`` is that of
-    one expert where there are experts.
+    causal mask). ``how_known`` also says what one sample is where it is neither an image nor a sequence (a sentence
+    pair, a token, a record). ``active_params`` are those that one token passes through; ``ffn_size`` is that of one
+    expert where there are experts.
     """
 
     model: str
@@ -91,34 +91,34 @@ def _read_card(row: dict[str, str]) -> Card:
 
 @functools.cache
 def _card_rows() -> dict[str, list[dict[str, str]]]:
-    """Rows of models.csv by model, and under "network " with the canonical name all rows of one network."""
-    found: dict[str, list[dict[str, str]]] = {}
+    """Rows of models.csv by model, and all rows of a network under "network " and its canonical name."""
+    rows_of: dict[str, list[dict[str, str]]] = {}
     for row in shipped_rows("models.csv"):
-        found.setdefault(row["model"], []).append(row)
+        rows_of.setdefault(row["model"], []).append(row)
         if family := find_family(row["model"]):
-            found.setdefault(f"network {family.canonical}", []).append(row)
-    return found
+            rows_of.setdefault(f"network {family.canonical}", []).append(row)
+    return rows_of
 
 
 def listed_models() -> set[str]:
-    """Every name that has a card of its own."""
+    """Every name with a card of its own."""
     return {name for name in _card_rows() if not name.startswith("network ")}
 
 
 def transformer_flops(card: Card, sequence_length: int, *, causal: bool = False) -> float:
     """Forward FLOPs of one sequence of ``sequence_length`` tokens: dense products plus attention scores and values.
 
-    Attention is counted in full, as an operation counter does; ``causal`` halves it, as fused causal kernels run
-    it and Megatron-Bridge reports it. Raises ``InputError`` for a card without transformer sizes.
+    Attention counts in full, as operation counters have it; ``causal`` halves it, as fused causal kernels run it and
+    Megatron-Bridge reports it. Raises ``InputError`` for a card without transformer sizes.
     """
     if not sequence_length > 0:
-        raise InputError("a sequence has no tokens", got=sequence_length, expected="a positive length")
+        raise InputError("the sequence has no tokens", got=sequence_length, expected="a positive length")
     if card.matmul_params is None:
         raise InputError(
             f"the card of {card.model} has no transformer sizes",
             got="no matmul_params",
             expected="a transformer",
-            fix="use forward_flops_per_sample",
+            fix="use the card's forward_flops_per_sample",
         )
     width = (card.heads or 0) * (card.head_size or 0)
     attention = 4.0 * sequence_length**2 * width * (card.attention_layers or 0)
@@ -151,10 +151,10 @@ def _at_sequence(card: Card, task_input: str) -> Card:
 
 
 def _at_image(card: Card, family: Family, task_input: str) -> Card:
-    side, known = read_image_side(task_input), read_image_side(card.task_input)
-    if side is None or known is None or side == known:
+    side, card_side = read_image_side(task_input), read_image_side(card.task_input)
+    if side is None or card_side is None or side == card_side:
         return card
-    area = (side / known) ** 2
+    area = (side / card_side) ** 2
     share = card.attention_share or 0.0
     # Attention over all patches grows with the square of the area; windowed attention does not.
     attention = share * (area if family.family == "vit" else 1.0)
@@ -168,18 +168,18 @@ def _at_image(card: Card, family: Family, task_input: str) -> Card:
 
 
 def _distance(row: dict[str, str], task_input: str) -> float:
-    """How far the card's image is from the asked one, as a log ratio of sides; 0 where one of them names no size."""
-    side, known = read_image_side(task_input), read_image_side(row["task_input"])
-    return abs(math.log(side / known)) if side and known else 0.0
+    """How far the card's image is from ``task_input``, as a log ratio of sides; 0 where either names no size."""
+    side, card_side = read_image_side(task_input), read_image_side(row["task_input"])
+    return abs(math.log(side / card_side)) if side and card_side else 0.0
 
 
 @functools.lru_cache(maxsize=4096)
 def find_card(model: str, task_input: str = "") -> Card | None:
     """The card of ``model`` at ``task_input``, scaled from the nearest known input; ``None`` for an unknown model.
 
-    A name without a card of its own gets that of the same network under another name. Convolutional nets scale
-    with the area of the image, transformers for language by ``transformer_flops`` at the sequence length that
-    ``task_input`` tells (the card's own where it tells none).
+    A name without a card of its own gets the card of the same network under another name. Networks for images scale
+    with the area of the image, transformers for language by ``transformer_flops`` at the sequence length of
+    ``task_input`` (without one, that of the card).
     """
     family = find_family(model)
     if family is None:
@@ -189,11 +189,7 @@ def find_card(model: str, task_input: str = "") -> Card | None:
         return None
     nearest = min(
         rows,
-        key=lambda row: (
-            row["task_input"] != task_input,
-            _distance(row, task_input),
-            row["model"] != family.canonical,
-        ),
+        key=lambda row: (row["task_input"] != task_input, _distance(row, task_input), row["model"] != family.canonical),
     )
     card = _read_card(nearest)
     return _at_image(card, family, task_input) if family.kind in _IMAGE_KINDS else _at_sequence(card, task_input)

@@ -104,7 +104,7 @@ def test_columns_say_the_same_and_leave_zeros_out():
 def test_columns_that_are_not_a_walk_are_bad_input(change):
     columns = make_walk().to_columns()
     change(columns)
-    with pytest.raises(InputError, match="does not fit"):
+    with pytest.raises(InputError, match="are not a walk"):
         Walk.from_columns(columns)
 
 

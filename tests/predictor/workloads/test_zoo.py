@@ -168,10 +168,10 @@ def test_a_damaged_file_is_an_error_that_says_so(shipped, monkeypatch):
 def test_a_table_of_other_columns_is_refused():
     from precision_time.storage.columns import encode_columns
 
-    with pytest.raises(IntegrityError, match="does not fit"):
+    with pytest.raises(IntegrityError, match="not have the columns of the zoo"):
         ZooTable(encode_columns({"model": ["resnet50"]}), name="a test")
     table = ZooTable(encode_columns({"name": ["resnet50"], "task_input": ["224"]}), name="a test")
-    with pytest.raises(IntegrityError, match="does not fit"):
+    with pytest.raises(IntegrityError, match="not have the columns of the zoo"):
         table.read_entry(0, network="resnet50")
 
 
