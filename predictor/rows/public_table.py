@@ -90,8 +90,8 @@ def shipped_measurements() -> "pd.DataFrame":
 def shipped_collectives() -> "pd.DataFrame":
     """Measured collective curves (``predictor/data/collectives.parquet``), one row per curve and size.
 
-    ``bytes`` is the size in the convention of nccl-tests, ``seconds`` the out-of-place time, ``kind`` the collective
-    by its name in ``closed_form.collectives``.
+    ``bytes`` is the size in the convention of nccl-tests, ``seconds`` the out-of-place time, ``kind`` one of
+    ``closed_form.collectives.COLLECTIVES``.
     """
     frame = _shipped("collectives.parquet").copy()
     frame["kind"] = frame["collective"].replace({"alltoall": "all_to_all", "sendrecv": "point_to_point"})

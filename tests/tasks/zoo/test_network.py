@@ -29,5 +29,5 @@ def test_every_output_of_a_classifier_is_scored():
     one = label_loss(scores, labels)
     assert float(label_loss((scores, {"aux": scores}), labels)) == pytest.approx(2 * float(one))
     assert float(label_loss(torch.zeros(2, 10, 4, 4), labels)) == pytest.approx(float(one))
-    with pytest.raises(InputError, match="gives no scores"):
+    with pytest.raises(InputError, match="returns no scores"):
         label_loss([], labels)
