@@ -248,7 +248,7 @@ def count_module(
         return chosen_loss
 
     task_input, length = sample.describe()
-    # at two sizes: they tell a tensor that grows with the batch from one that happens to have as many rows
+    # at two sizes: a tensor that grows with the batch differs from one that happens to have as many rows
     shapes = describe_value([sample.resize(rows) for rows in (2, 3)])
     return count_training(
         module,
@@ -331,7 +331,7 @@ def _describe_walks(
     params = sum(parameter.numel() for parameter in parameters)
     share = sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / params
     counted = walked_fields(walks)
-    # what a setup with this share of trained parameters takes away
+    # the share that the closed form takes away
     frozen = 0.5 * (1 - share)
     counted["backward_flops_per_sample"] /= 1 - frozen * (1 - counted["attention_flops_share"])
     counted["backward_bytes_fixed"] /= 1 - frozen

@@ -21,7 +21,7 @@ _SCHEMAS = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask) -> (Tensor, Tensor)",
     "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp,"
     " Tensor? mask, bool mask_gradient) -> Tensor[]",
-    "recurrent(Tensor input, Tensor[] weights, Tensor[] states, int directions, int kept, int steps) -> Tensor[]",
+    "recurrent(Tensor input, Tensor[] weights, Tensor[] states, int directions, int reserved, int steps) -> Tensor[]",
     "recurrent_backward(Tensor input, Tensor[] weights, Tensor[] states, int directions, bool input_gradient,"
     " int steps, Tensor output, Tensor reserve, Tensor gradient) -> Tensor[]",
     "cell(Tensor input_gates, Tensor hidden_gates, Tensor[] biases, Tensor[] states) -> Tensor[]",
@@ -61,11 +61,11 @@ def _attention_backward(
 
 
 def _recurrent(
-    tokens: Tensor, weights: list[Tensor], states: list[Tensor], directions: int, kept: int, steps: int
+    tokens: Tensor, weights: list[Tensor], states: list[Tensor], directions: int, reserved: int, steps: int
 ) -> list[Tensor]:
     """[..., in] -> output [..., hidden], the last states, and the tensor kept for the backward pass."""
     output = tokens.new_zeros(*tokens.shape[:-1], directions * states[0].shape[-1])
-    reserve = tokens.new_zeros(*tokens.shape[:-1], kept)
+    reserve = tokens.new_zeros(*tokens.shape[:-1], reserved)
     return [output, *(state.new_zeros(state.shape) for state in states), reserve]
 
 
@@ -87,8 +87,8 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any
 def _cell(input_gates: Tensor, hidden_gates: Tensor, biases: list[Tensor], states: list[Tensor]) -> list[Tensor]:
     # the workspace of torch's kernels: the gates of an LSTM cell; those of a GRU cell, with both parts of the last gate
     hidden = states[0].shape[-1]
-    kept = input_gates.shape[-1] if len(states) > 1 else 5 * hidden
-    return [*(state.new_zeros(state.shape) for state in states), input_gates.new_zeros(len(input_gates), kept)]
+    width = input_gates.shape[-1] if len(states) > 1 else 5 * hidden
+    return [*(state.new_zeros(state.shape) for state in states), input_gates.new_zeros(len(input_gates), width)]
 
 
 def _cell_backward(
@@ -131,9 +131,9 @@ class _Recurrent(torch.autograd.Function):
     """One layer in all its directions."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Any, directions: int, kept: int, steps: int, count: int, *rest: Any) -> Any:
+    def forward(ctx: Any, tokens: Any, directions: int, reserved: int, steps: int, count: int, *rest: Any) -> Any:
         states, weights = list(rest[:count]), list(rest[count:])
-        *results, reserve = _OPS.recurrent(tokens, weights, states, directions, kept, steps)
+        *results, reserve = _OPS.recurrent(tokens, weights, states, directions, reserved, steps)
         ctx.save_for_backward(tokens, results[0], reserve, *rest)
         ctx.directions, ctx.steps, ctx.count = directions, steps, count
         return tuple(results)
@@ -141,11 +141,11 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
         tokens, output, reserve, *rest = ctx.saved_tensors
-        states, weights, wanted = rest[: ctx.count], rest[ctx.count :], ctx.needs_input_grad[0]
+        states, weights, input_gradient = rest[: ctx.count], rest[ctx.count :], ctx.needs_input_grad[0]
         gradients = _OPS.recurrent_backward(
-            tokens, weights, states, ctx.directions, wanted, ctx.steps, output, reserve, gradient
+            tokens, weights, states, ctx.directions, input_gradient, ctx.steps, output, reserve, gradient
         )
-        first = gradients.pop(0) if wanted else None
+        first = gradients.pop(0) if input_gradient else None
         return (first, None, None, None, None, *gradients)
 
 
@@ -156,9 +156,9 @@ class _Cell(torch.autograd.Function):
     def forward(ctx: Any, input_gates: Any, hidden_gates: Any, count: int, *rest: Any) -> Any:
         states, biases = list(rest[:count]), list(rest[count:])
         *results, reserve = _OPS.cell(input_gates, hidden_gates, biases, states)
-        kept = [states[-1], *results[1:]]
-        ctx.save_for_backward(reserve, *kept, *biases)
-        ctx.count = len(kept)
+        saved_states = [states[-1], *results[1:]]
+        ctx.save_for_backward(reserve, *saved_states, *biases)
+        ctx.count = len(saved_states)
         ctx.states = count
         return tuple(results)
 
@@ -205,10 +205,10 @@ def _make_layers(kind: str, casts: Casts | None) -> dict[str, Callable[..., Any]
             layer_weights = weights[layer * tensors_per_layer : (layer + 1) * tensors_per_layer]
             hidden = layer_weights[1].shape[0] // gates
             # activated gates and the cell state of every step
-            kept = directions * ((gates + 1) * hidden if gates > 1 else hidden)
+            reserved = directions * ((gates + 1) * hidden if gates > 1 else hidden)
             rows = slice(layer * directions, (layer + 1) * directions)
             tokens, *ends = _Recurrent.apply(  # type: ignore[no-untyped-call]
-                tokens, directions, kept, steps, len(states), *(state[rows] for state in states), *layer_weights
+                tokens, directions, reserved, steps, len(states), *(state[rows] for state in states), *layer_weights
             )
             for layer_states, end in zip(last_states, ends, strict=True):
                 layer_states.append(end)

@@ -79,7 +79,7 @@ def _read_config(values: Mapping[str, Any], *, name: str) -> PretrainedConfig:
         )
     try:
         config: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(dict(values))
-    except Exception as error:  # each configuration checks itself in its own way
+    except Exception as error:  # each configuration checks its values in its own way
         raise _unusable(name, error) from error
     config.use_cache = False
     # which frames are masked depends on values
@@ -175,7 +175,7 @@ class _Inputs:
             self._add_tokens()
         if not self.shapes:
             raise InputError(
-                f"{self.class_name} takes an input that is not known here",
+                f"{self.class_name} takes an input of an unknown kind",
                 got=f"a main input called {main_input}",
                 expected="images, token ids, spectrograms or waveforms",
                 fix="give the module itself with sample_input",
@@ -207,9 +207,9 @@ class _Inputs:
         if "ImageClassification" in self.class_name and "labels" in self.accepted:
             self.shapes["labels"] = ((), self._labels)
 
-    def _length(self, *, usual: int, what: str, unit: str) -> int:
+    def _length(self, *, usual: int, inputs: str, unit: str) -> int:
         if not self.requested:
-            self.reasons.append(f"assumed {what} of {usual} {unit}; task_input= chooses another length")
+            self.reasons.append(f"assumed {inputs} of {usual} {unit}; task_input= chooses another length")
             return usual
         if not self.requested.isdecimal() or int(self.requested) < 1:
             raise InputError(
@@ -225,7 +225,7 @@ class _Inputs:
         if "pixel_values" in self.shapes:  # task_input is the size of the image
             length = min(positions, _USUAL_LENGTH)
         else:
-            length = self._length(usual=min(positions, _USUAL_LENGTH), what="sequences", unit="tokens")
+            length = self._length(usual=min(positions, _USUAL_LENGTH), inputs="sequences", unit="tokens")
             self.task_input, self.sequence_length = str(length), length
         self.shapes["input_ids"] = ((length,), vocabulary)
         heads = ("LM", "ConditionalGeneration", "PreTraining", "TokenClass")
@@ -245,7 +245,7 @@ class _Inputs:
     def _add_spectrogram(self) -> None:
         """Log-mel frames for a speech encoder, and the text that it learns to write."""
         frames = 2 * (getattr(self.config, "max_source_positions", None) or 1500)
-        frames = self._length(usual=frames, what="spectrograms", unit="frames")
+        frames = self._length(usual=frames, inputs="spectrograms", unit="frames")
         self.task_input = str(frames)
         self.shapes["input_features"] = ((getattr(self.config, "num_mel_bins", 80), frames), 0)
         if "labels" in self.accepted and self.config.is_encoder_decoder:
@@ -259,7 +259,7 @@ class _Inputs:
             self.shapes["input_values"] = ((frames, bins), 0)
             self.task_input = str(frames)
         else:
-            length = self._length(usual=_USUAL_SECONDS * _SAMPLES_PER_S, what="waveforms", unit="samples")
+            length = self._length(usual=_USUAL_SECONDS * _SAMPLES_PER_S, inputs="waveforms", unit="samples")
             self.shapes["input_values"] = ((length,), 0)
             self.task_input = str(length)
         if "labels" in self.accepted and "Classification" in self.class_name:

@@ -1,4 +1,4 @@
-"""What a network is by its name: its architecture family, its kind, and one name for all names of it."""
+"""The family of a network by its name: architecture family, kind, and one name for all names of the network."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""The public table: every row kept or set aside with a reason, and no odd row of a user's file stops it."""
+"""The public table: every row is kept or set aside with a reason, also an odd row of a user's file."""
 
 import csv
 from pathlib import Path
@@ -132,7 +132,9 @@ def test_a_plain_row_is_kept_with_its_parsed_columns(tmp_path: Path) -> None:
         ({"seconds_per_micro_step": ""}, "time missing"),
     ],
 )
-def test_what_cannot_be_understood_cannot_be_predicted(tmp_path: Path, values: dict[str, str], expected: str) -> None:
+def test_a_row_that_is_not_understood_cannot_be_predicted(
+    tmp_path: Path, values: dict[str, str], expected: str
+) -> None:
     table = load(tmp_path, values)
     assert expected in table.quarantined["reason"][0].split(", ")
     assert not table.quarantined["can_predict"][0]
@@ -181,7 +183,7 @@ def test_a_figure_printed_twice_counts_once(tmp_path: Path) -> None:
     assert table.quarantined["reason"].tolist() == ["exact repeat"]
 
 
-def test_more_than_the_device_can_do_is_doubted(tmp_path: Path) -> None:
+def test_more_flops_than_the_device_has_are_doubted(tmp_path: Path) -> None:
     # 3 x 1e12 x 32 / 0.1 s = 960 TFLOP/s on a device of 312.
     assert reason(tmp_path, fwd_flops_per_sample="1e12") == "utilisation above 0.95"
     kept = load(tmp_path, {"fwd_flops_per_sample": "1e12", "parallelism": "tp8", "global_batch_size": ""}).kept
@@ -205,7 +207,7 @@ def test_an_extra_column_with_a_name_of_ours_stands_beside_it(tmp_path: Path) ->
     assert kept["hardware"].tolist() != ["x"]
 
 
-def test_a_cell_that_nothing_rests_on_counts_as_blank(tmp_path: Path) -> None:
+def test_a_cell_that_no_prediction_needs_counts_as_blank(tmp_path: Path) -> None:
     assert len(load(tmp_path, {"global_batch_size": "many"}).kept) == 1
 
 

@@ -51,8 +51,7 @@ def test_fused_attention_keeps_no_scores_whatever_its_options(options):
 
 
 def test_a_mask_is_read_and_a_learned_one_gets_its_gradient():
-    given = attend(torch.zeros(TOKENS, TOKENS))
-    forward = given.counts["forward", "attention", "wide"]
+    forward = attend(torch.zeros(TOKENS, TOKENS)).counts["forward", "attention", "wide"]
     assert forward.bytes_fixed == 4 * TOKENS * TOKENS
 
     class Biased(Attention):
@@ -118,9 +117,9 @@ def test_lstm_runs_as_one_input_product_and_a_product_for_each_step():
     forward = counted.counts["forward", "recurrent", "wide"]
     assert (forward.flops, forward.ops) == (first + second, 2)
     assert counted.serial_steps == 2 * STEPS
-    # The first layer owes its input no gradient.
+    # The first layer computes no gradient of its input.
     assert counted.total("flops", phase="backward") == 2 * (first + second) - 2 * STEPS * 4 * HIDDEN * INPUT
-    # Of each layer: input, output, gates written and read, what the backward pass needs, the states in and out.
+    # Of each layer: input, output, gates written and read, the reserve for the backward pass, the states in and out.
     reserve = STEPS * 5 * HIDDEN
     layer = STEPS * HIDDEN + 2 * STEPS * 4 * HIDDEN + reserve + 4 * HIDDEN
     assert forward.bytes == 4 * (2 * layer + STEPS * (INPUT + HIDDEN))
@@ -171,9 +170,9 @@ def test_a_loop_of_cells_waits_at_every_step(cell, gates):
     assert counted.serial_steps == STEPS
     assert counted.total("ops", phase="forward", families=["dense", "recurrent"]) == 3 * STEPS
     assert counted.gradient_tensors == 4
-    # Neither the input nor the first hidden state wants a gradient.
-    owed = 2 * STEPS * products + 2 * gates * HIDDEN * HIDDEN * (STEPS - 1)
-    assert counted.total("flops", phase="backward") == owed
+    # Neither the input nor the first hidden state gets a gradient.
+    expected = 2 * STEPS * products + 2 * gates * HIDDEN * HIDDEN * (STEPS - 1)
+    assert counted.total("flops", phase="backward") == expected
 
 
 class Packed(nn.Module):

@@ -12,7 +12,7 @@ ATEN = torch.ops.aten
 
 
 def record(call, *tensors):
-    """The operations of ``call(*tensors)``, on fakes."""
+    """The operations of ``call(*tensors)`` on fake tensors."""
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in tensors]
         with OperationRecorder(fakes) as recorder:
@@ -100,7 +100,7 @@ def test_a_grouped_product_gives_every_row_to_one_group(transposed, dtype):
     assert (operation.family, operation.narrow) == ("dense", dtype == torch.bfloat16)
 
 
-def test_einsum_and_bilinear_are_the_products_in_them():
+def test_einsum_and_bilinear_count_as_their_products():
     operations = record(lambda a, b: torch.einsum("bij,bjk->bik", a, b), BATCH, torch.ones(2, 5, 7))
     assert sum(operation.flops for operation in operations) == 2 * 2 * 3 * 7 * 5
     operations = record(F.bilinear, torch.ones(4, 3), torch.ones(4, 5), torch.ones(7, 3, 5))
@@ -166,7 +166,7 @@ def test_only_products_and_gathers_stay_when_a_compiler_merges_the_rest():
     assert only(record(F.relu, MATRIX)).fused == 0
 
 
-def test_a_cast_is_of_the_format_it_gives_and_all_else_of_that_it_reads():
+def test_a_cast_counts_in_the_format_of_its_result_and_others_in_that_of_their_input():
     full, half = torch.ones(4, 4), torch.ones(4, 4).bfloat16()
     assert only(record(lambda x: x.bfloat16(), full)).narrow
     assert not only(record(lambda x: x.float(), half)).narrow
@@ -179,7 +179,7 @@ def test_a_bag_reads_a_row_of_its_table_for_each_index_and_writes_their_sum(hot)
     layer, bags = nn.EmbeddingBag(1000, 8, mode="sum"), torch.zeros(3, hot, dtype=torch.long)
     bag = record(lambda table, indices: F.embedding_bag(indices, table, mode="sum"), layer.weight, bags)[-1]
     assert (bag.name, bag.family) == ("aten::_embedding_bag", "gather")
-    # beside rows and sums: indices, offsets, and what the kernel notes of the bags for the backward pass
+    # beside rows and sums: indices, offsets, and the kernel's notes on the bags for the backward pass
     noted = bag.bytes - 4 * 8 * (3 * hot + 3)
     assert 0 <= noted <= 8 * (3 * hot + 3) + 8 * (3 * hot + 3 * 3)
     assert bag.fused == bag.bytes
@@ -192,7 +192,7 @@ def test_a_bag_that_looks_everything_up_reads_its_table_once():
 
 
 @pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
-def test_the_sparse_gradient_of_a_table_is_no_part_of_what_every_batch_makes(table):
+def test_the_sparse_gradient_of_a_table_has_no_bytes(table):
     class Net(nn.Module):
         def __init__(self, *, sparse):
             super().__init__()

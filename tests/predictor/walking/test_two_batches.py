@@ -10,7 +10,7 @@ def walk(module, width, policy="fp32"):
     )[policy]
 
 
-def test_saved_bytes_are_what_the_backward_pass_needs():
+def test_saved_bytes_are_those_that_the_backward_pass_needs():
     module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32))
     wide = walk(module, 16)
     # The ReLU's result (the norm's input too), and mean and deviation of the norm; the input is the batch's.
@@ -23,7 +23,7 @@ def test_saved_bytes_are_what_the_backward_pass_needs():
 def test_16_bit_copies_of_weights_are_saved_once_for_all_samples():
     module = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 8, bias=False))
     half = walk(module, 16, policy="amp")
-    # The first layer owes its input no gradient and needs no weight for it.
+    # The first layer computes no gradient of its input and needs no weight for it.
     assert (half.saved, half.saved_fixed) == (2 * 16 + 2 * 32, 2 * 32 * 8)
 
 
@@ -53,7 +53,7 @@ def test_a_shared_weight_is_ready_once_at_its_last_use():
 
 
 class Grows(nn.Module):
-    """Takes one step more for each two samples: the passes at two batch sizes do not match."""
+    """Takes one more step for every two samples, so the passes at two batch sizes do not match."""
 
     def __init__(self):
         super().__init__()

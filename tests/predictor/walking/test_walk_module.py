@@ -26,7 +26,7 @@ def flops(walk, phase, *families):
 
 @cache
 def build_shapes(name):
-    with torch.device("meta"):  # nobody waits for random weights
+    with torch.device("meta"):  # drawing random weights takes long
         return build_workload(name)
 
 
@@ -102,7 +102,7 @@ def test_attention_is_the_part_of_gpt2_that_grows_with_the_square_of_its_length(
     assert card.backward_flops_per_sample == pytest.approx(2 * card.forward_flops_per_sample + attention / 2)
 
 
-def test_the_same_products_are_narrow_under_autocast_and_wide_without():
+def test_the_same_products_are_narrow_under_autocast_and_wide_without_it():
     walks = walk_named("bert_mini")
     assert walks["fp32"].total("flops", number_format="narrow") == 0
     assert walks["amp"].total("flops", number_format="wide") == 0
@@ -118,7 +118,7 @@ def test_the_second_policy_counts_as_if_it_came_first(monkeypatch):
     assert walk(module, 16, policy="amp") == second
 
 
-def test_a_line_through_two_batches_tells_a_third(monkeypatch):
+def test_a_line_through_two_batches_gives_a_third(monkeypatch):
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     low = walk(module, 3, 8, 8)
     monkeypatch.setattr(walking, "BATCHES", (4, 8))
@@ -131,7 +131,7 @@ def test_a_line_through_two_batches_tells_a_third(monkeypatch):
     assert low.saved * 8 + low.saved_fixed == high.saved * 8 + high.saved_fixed
 
 
-def test_a_longer_language_model_is_told_from_a_shorter_one():
+def test_a_longer_language_model_is_scaled_from_a_shorter_one():
     module = LanguageModel(vocabulary=512, positions=128, width=64, layers=2, heads=4, causal=True)
 
     def walk_at(length):
@@ -154,7 +154,7 @@ def test_groups_divide_the_flops_of_a_convolution_in_both_directions(groups):
     first = 2 * 8 * 8 * 32 * 32
     second = 2 * 6 * 6 * 64 * (32 // groups) * 9
     assert flops(counted, "forward") == first + second
-    # The first layer has a weight gradient only: nobody asked for that of its input.
+    # The first layer computes the gradient of its weight alone, not of its input.
     assert flops(counted, "backward") == first + 2 * second
     family = {1: "convolution", 4: "grouped", 32: "depthwise"}[groups]
     assert flops(counted, "forward", family) == second + (first if groups == 1 else 0)

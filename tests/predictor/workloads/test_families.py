@@ -40,11 +40,11 @@ def test_synonyms_share_a_canonical_name(names):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("name", "lookalike"),
     [("densenet121", "resnet50"), ("gpt_oss_120b", "gpt2"), ("gpunet_0", "unet3d"), ("nemotron_3_nano", "nemotron_8b")],
 )
-def test_lookalike_names_are_different_families(one, other):
-    assert find_family(one).family != find_family(other).family
+def test_lookalike_names_are_different_families(name, lookalike):
+    assert find_family(name).family != find_family(lookalike).family
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,6 @@ def test_the_guess_agrees_with_the_list_on_nearly_all_names(monkeypatch):
         ({"convolution_share": 0.0, "attends": False}, "tabular/other"),
     ],
 )
-def test_the_kind_is_guessed_from_what_the_work_is(counts: dict[str, object], kind: str) -> None:
+def test_the_kind_is_guessed_from_the_shares_of_the_work(counts: dict[str, object], kind: str) -> None:
     assert guess_kind(**counts) == kind
     assert kind in KINDS

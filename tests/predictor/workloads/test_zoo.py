@@ -70,7 +70,7 @@ def test_every_name_of_the_public_table_is_resolved_or_listed_with_its_reason(mi
         ("gnmt", "", 160_671_297, None),
     ],
 )
-def test_well_known_networks_weigh_what_is_known(name, task_input, params, forward_flops):
+def test_well_known_networks_have_their_published_parameters_and_work(name, task_input, params, forward_flops):
     entry = find_entry(name, task_input)
     assert entry is not None
     assert entry.params == params
@@ -78,7 +78,7 @@ def test_well_known_networks_weigh_what_is_known(name, task_input, params, forwa
         assert entry.fp32.total("flops", phase="forward") == pytest.approx(forward_flops, rel=2e-4)
 
 
-def test_experts_know_what_one_token_passes_through():
+def test_experts_have_the_parameters_that_one_token_passes_through():
     entry = find_entry("mixtral_8x7b")
     assert entry is not None
     assert entry.sizes["experts"] == 8
@@ -143,13 +143,13 @@ def test_the_scaled_walk_of_a_transformer_is_near_the_one_at_that_length():
 
 
 def test_an_unknown_input_means_the_usual_one():
-    usual, told = find_entry("resnet50"), find_entry("resnet50", "ImageNet at its usual size")
+    usual, other = find_entry("resnet50"), find_entry("resnet50", "ImageNet at its usual size")
     assert usual is not None
-    assert told is not None
-    assert told.walked_at == usual.walked_at == "224"
+    assert other is not None
+    assert other.walked_at == usual.walked_at == "224"
 
 
-def test_a_damaged_file_is_an_error_that_says_so(shipped, monkeypatch):
+def test_a_damaged_file_is_an_integrity_error(shipped, monkeypatch):
     broken = bytearray(shipped)
     broken[len(broken) // 2] ^= 1
     with pytest.raises(IntegrityError, match=r"zoo\.parquet is damaged"):

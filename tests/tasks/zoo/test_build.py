@@ -43,19 +43,19 @@ def test_failures_are_recorded_with_their_reason_and_stop_nothing(walked, networ
     assert len(lines) == 4
     assert lines[-1].startswith("4 of 4 walks, 2 failed now")
 
-    # a second run walks nothing; one whose file lost an entry, and has a line cut short, walks that alone
+    # a second run walks nothing; a run whose file lost an entry, and has a line cut short, walks that entry alone
     again: list[str] = []
     options = {"scratch": tmp_path, "factory": "faulty_networks:list_networks", "workers": 1, "report": again.append}
     assert build_zoo(networks.list_networks(), **options) == walks
     assert again == []
     path = tmp_path / WALKS
-    kept = [line for line in path.read_text().splitlines() if json.loads(line)["builds"] != "wide"]
-    path.write_text("\n".join([*kept, '{"builds": "wi']) + "\n")
+    others = [line for line in path.read_text().splitlines() if json.loads(line)["builds"] != "wide"]
+    path.write_text("\n".join([*others, '{"builds": "wi']) + "\n")
     assert build_zoo(networks.list_networks(), **options)["wide"]["fp32"] == walks["wide"]["fp32"]
     assert len(again) == 1
     assert ": wide: " in again[0]
 
-    # walks of other code are stale unless they are to be kept
+    # walks made by other code are stale, unless the run keeps them
     stale = read_walks(path)
     path.write_text("".join(json.dumps(walk | {"code": "older"}) + "\n" for walk in stale.values()))
     again.clear()
@@ -72,7 +72,7 @@ def test_a_walk_that_hangs_is_given_up(networks, tmp_path):
     assert build_zoo(networks.list_slow(), **options)["narrow"]["params"] == 86
 
 
-def test_what_was_walked_becomes_a_table_and_the_rest_a_list(walked, networks, tmp_path):
+def test_walks_become_a_table_and_failures_a_list(walked, networks, tmp_path):
     walks, _ = walked
     missing = [Missing("unheard_of", "224", 7, "in none of the libraries")]
     summary = write_zoo(networks.list_networks(), walks=walks, missing=missing, usual={"narrow": "8"}, folder=tmp_path)

@@ -7,7 +7,7 @@ from precision_time.tasks.zoo.network import build_light, label_loss
 
 
 class _ReadsValues(nn.Module):
-    """Computes with values while it is made, as networks with ranges of dropped paths do."""
+    """Computes with values while it is built, as networks with ranges of dropped paths do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ def test_modules_end_on_the_meta_device_and_initialisers_work_again():
 def test_every_output_of_a_classifier_is_scored():
     scores = torch.zeros(2, 10)
     labels = torch.zeros(2, dtype=torch.long)
-    one = label_loss(scores, labels)
-    assert float(label_loss((scores, {"aux": scores}), labels)) == pytest.approx(2 * float(one))
-    assert float(label_loss(torch.zeros(2, 10, 4, 4), labels)) == pytest.approx(float(one))
+    loss = float(label_loss(scores, labels))
+    assert float(label_loss((scores, {"aux": scores}), labels)) == pytest.approx(2 * loss)
+    assert float(label_loss(torch.zeros(2, 10, 4, 4), labels)) == pytest.approx(loss)
     with pytest.raises(InputError, match="returns no scores"):
         label_loss([], labels)
