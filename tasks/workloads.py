@@ -295,7 +295,7 @@ def build_workload(name: str) -> Workload:
 
 
 def count_card(workload: Workload, *, name: str) -> WorkloadFeatures:
-    """The feature card of ``workload`` under the name that campaigns give it; see ``graph.count_workload``."""
+    """The feature card of ``workload`` under the name that campaigns give it; see ``walk_module.count_workload``."""
     return count_workload(
         workload.module,
         lambda samples: workload.make_batch(samples, "cpu"),

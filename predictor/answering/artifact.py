@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.setup.hardware import HardwareSpec
+from precision_time.predictor.shipped import shipped_bytes, shipped_path
 from precision_time.predictor.workloads.workload import WorkloadFeatures, describe_zoo
 from precision_time.predictor.workloads.zoo import ZooTable
 from precision_time.storage.artifact_cache import FetchedArtifact, fetch_artifact
@@ -36,10 +37,8 @@ __all__ = [
 #: The name under which retraining publishes and ``predict_time`` looks when no other is given.
 DEFAULT_NAME = "default"
 #: The artifact that comes with the package: the one version in this folder, which has the shape of a registry's.
-#: Opened by its path rather than as a package resource, so that it passes the checks of any other artifact.
-BUNDLE = Path(__file__).parents[1] / "data" / "bundled"
-#: The shipped walks of named models.
-ZOO = Path(__file__).parents[1] / "data" / "zoo.parquet"
+#: Opened by its path, so that it passes the checks of any other artifact.
+BUNDLE = shipped_path("bundled")
 #: Of the zoo, what the networks that were trained on had in it: answers where another zoo is installed.
 WALKS = "walks.parquet"
 #: What of an artifact answers; an artifact may lack the last three. What else it holds is for people and later gates.
@@ -118,7 +117,7 @@ def split_reference(reference: str) -> tuple[str | None, str]:
 @functools.cache
 def zoo_digest() -> str:
     """SHA-256 of the zoo that is installed: what the features of named models come from."""
-    return hashlib.sha256(ZOO.read_bytes()).hexdigest()
+    return hashlib.sha256(shipped_bytes("zoo.parquet")).hexdigest()
 
 
 @functools.lru_cache(maxsize=4)

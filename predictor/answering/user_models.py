@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from precision_time.predictor.workloads.cards import KINDS, Card, guess_kind
+from precision_time.predictor.workloads.cards import Card
+from precision_time.predictor.workloads.families import ATTENTION_KINDS, KINDS, guess_kind
 from precision_time.predictor.workloads.walk_cache import (
     CountedModel,
     counting_version,
@@ -22,7 +23,7 @@ from precision_time.predictor.workloads.walk_cache import (
     recall_count,
     remember_count,
 )
-from precision_time.predictor.workloads.workload import ATTENTION_KINDS, WorkloadFeatures, describe_card, find_workload
+from precision_time.predictor.workloads.workload import WorkloadFeatures, describe_card, find_workload
 from precision_time.storage.errors import InputError, NotFoundError, UnknownNameError
 
 __all__ = ["CARD_KEYS", "import_factory", "parse_quantity", "resolve_model"]
@@ -83,7 +84,7 @@ def import_factory(name: str) -> Any:
 
 def _torch_door() -> ModuleType:
     try:
-        return importlib.import_module("precision_time.predictor.walking.describe_module")
+        return importlib.import_module("precision_time.predictor.walking.count_module")
     except ImportError as error:
         raise InputError(
             "this model has to be walked, which needs torch",
@@ -304,7 +305,7 @@ def resolve_model(
     arguments that returns a module or a ``tasks.workloads.Workload``), the path of a Hugging Face ``config.json`` or
     of its folder, or a card: a mapping or dataclass with ``CARD_KEYS`` (``forward_flops`` of one sample at 2 per
     multiply-add, ``activations`` in elements). ``task_input`` goes with names and configurations, ``sample_input`` and
-    ``loss`` with modules; see ``module_walks.count_module``. Torch is imported only to walk what was never walked.
+    ``loss`` with modules; see ``count_module.count_module``. Torch is imported only to walk what was never walked.
 
     Raises ``InputError``, ``UnknownNameError`` and ``NotFoundError`` for what cannot be used.
     """

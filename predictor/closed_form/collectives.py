@@ -10,10 +10,10 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import resources
 from typing import Any
 
 from precision_time.predictor.setup.hardware import LINKS, HardwareSpec
+from precision_time.predictor.shipped import shipped_text
 from precision_time.storage.errors import InputError
 
 __all__ = ["COLLECTIVES", "NETWORKS", "CollectiveLaw", "LinkLaw", "Links", "NetworkLaw", "all_reduce_time_s",
@@ -257,4 +257,4 @@ def parse_links(text: str) -> Links:
 @functools.cache
 def shipped_links() -> Links:
     """The constants of ``predictor/data/links.toml``."""
-    return parse_links(resources.files("precision_time.predictor").joinpath("data/links.toml").read_text("utf-8"))
+    return parse_links(shipped_text("links.toml"))

@@ -5,11 +5,11 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 
 from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.precision import FORMAT_BYTES, Precision
+from precision_time.predictor.shipped import shipped_text
 from precision_time.predictor.workloads.walk import PRODUCTS, Walk
 from precision_time.storage.errors import IntegrityError
 
@@ -73,7 +73,7 @@ class PassTime:
 
 @functools.cache
 def _slowdowns() -> Mapping[str, float]:
-    text = resources.files("precision_time.predictor").joinpath("data/rates.toml").read_text(encoding="utf-8")
+    text = shipped_text("rates.toml")
     try:
         found = {name: float(value) for name, value in tomllib.loads(text)["slowdowns"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

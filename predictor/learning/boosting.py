@@ -3,13 +3,13 @@
 import functools
 import tomllib
 from collections.abc import Hashable, Sequence
-from importlib import resources
 
 import numpy as np
 import numpy.typing as npt
 
 from precision_time.predictor.learning.folds import split_by_group
 from precision_time.predictor.learning.trees import flatten_xgboost
+from precision_time.predictor.shipped import shipped_text
 
 __all__ = ["FEWEST_FOR_MANY", "STACK_FOLDS", "boost", "boost_out_of_fold", "choose_parameters"]
 
@@ -25,8 +25,7 @@ _FIXED: Parameters = {"objective": "reg:pseudohubererror", "tree_method": "hist"
 
 @functools.cache
 def _tuned() -> dict[str, Parameters]:
-    text = resources.files("precision_time.predictor").joinpath("data/parameters.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomllib.loads(shipped_text("parameters.toml"))
 
 
 def choose_parameters(rows: int) -> Parameters:

@@ -11,7 +11,7 @@ from precision_time.predictor.closed_form.solve import ClosedForm, solve_closed_
 from precision_time.predictor.rows.walk_features import CLOSED_WALK_FEATURES, WALK_FEATURES, describe_walk
 from precision_time.predictor.setup.precision import FORMAT_BYTES
 from precision_time.predictor.setup.training_setup import TrainingSetup
-from precision_time.predictor.workloads.workload import ATTENTION_KINDS
+from precision_time.predictor.workloads.families import ATTENTION_KINDS
 
 __all__ = [
     "CLOSED_FORM_FEATURES",

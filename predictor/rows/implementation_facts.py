@@ -1,4 +1,4 @@
-"""What a row of the public table tells about the code that ran: framework, year, layout, compiler, kernels, ..."""
+"""Facts about the code behind a row of the public table: framework, year, layout, compiler, kernels, ..."""
 
 import functools
 import re
@@ -8,12 +8,13 @@ from precision_time.predictor.setup.implementation import Checkpointing, Impleme
 
 __all__ = ["LORA_TRAINABLE_SHARE", "find_container", "name_framework", "read_implementation"]
 
-#: Share of the parameters that LoRA trains. Rank 16 on all attention projections of Llama-2 70B (80 layers, hidden
-#: 8192, key-value width 1024), the MLPerf benchmark's setting, is 80 x 16 x (8192 + 10240 + 8192 + 8192) = 44.6 M of
-#: 69 G, 0.0006; rank 32 on the fused query-key-value of Llama-3 8B is 0.0013. One constant of that order serves all.
+#: Share of the parameters that LoRA trains: one constant of the order of two known cases. Rank 16 on all attention
+#: projections of Llama-2 70B (80 layers, hidden 8192, key-value width 1024), the setting of the MLPerf benchmark, is
+#: 80 x 16 x (8192 + 10240 + 8192 + 8192) = 44.6 M of 69 G, 0.0006; rank 32 on the fused query-key-value of Llama-3 8B
+#: is 0.0013.
 LORA_TRAINABLE_SHARE = 0.001
 
-# A word of the framework column -> plain name; the first that fits wins, so stacks stand before what they use.
+# Pattern of the framework column -> plain name. The first that fits wins, so a stack comes before its libraries.
 _FRAMEWORKS = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -39,7 +40,7 @@ _FRAMEWORKS = tuple(
     )
 )
 
-# What NVIDIA's MLPerf submissions implement each benchmark in, for rows that name several frameworks or none.
+# The framework of NVIDIA's MLPerf submissions by benchmark, for rows that name several frameworks or none.
 _MLPERF_FRAMEWORKS = {
     "resnet50_v1.5": "mxnet",
     "unet3d": "mxnet",
@@ -70,13 +71,13 @@ _RELEASES = {
 }  # fmt: skip
 _RELEASE = re.compile(r"(torch|tensorflow|mxnet)[- ]?v?([0-9]+\.[0-9]+)(?=$|[^0-9])")
 
-# MLPerf Training: the month the results of a round came out (mlcommons.org; from memory, not re-checked).
+# MLPerf Training: the month in which the results of a round came out (mlcommons.org; from memory, not re-checked).
 _ROUNDS = {
     "v0.6": 2019.53, "v0.7": 2020.58, "v1.0": 2021.50, "v1.1": 2021.92, "v2.0": 2022.49, "v2.1": 2022.86,
     "v3.0": 2023.49, "v3.1": 2023.86, "v4.0": 2024.45, "v4.1": 2024.87, "v5.0": 2025.42, "v5.1": 2025.86,
 }  # fmt: skip
 
-# Where a source names neither container nor release: about when it measured (from memory, within a year).
+# When a source that names neither container nor release measured (from memory, within a year).
 _SOURCE_YEARS = {
     "NVIDIA/JAX-Toolbox": 2023.7,
     "NVIDIA/Megatron-LM": 2021.3,
@@ -112,8 +113,8 @@ _BUILD = re.compile(r"image=ngc pytorch [0-9.]+a0\+([0-9a-f]{7})")
 
 _HALF = ("amp_fp16", "fp16", "amp_bf16", "bf16")
 
-# (repository, part of a path or model, what half precision gets, what the others get): the layout that the launch
-# scripts of a source pass, read in the repository named.
+# (repository, part of a path or model, channels last in half precision, channels last in other precisions): the layout
+# that the launch scripts of a source pass, read in the named repository.
 _LAYOUTS: tuple[tuple[str, str, bool, bool], ...] = (
     ("NVIDIA/DeepLearningExamples", "MxNet/Classification/RN50v1.5", True, False),  # runner
     ("NVIDIA/DeepLearningExamples", "PaddlePaddle/Classification/RN50v1.5", True, False),  # scripts/training
@@ -124,21 +125,22 @@ _LAYOUTS: tuple[tuple[str, str, bool, bool], ...] = (
 )
 
 _NOT_COMPILED = re.compile(r"no (torch\.)?compile\b|without xla|w/?o xla|xla=0|without graph kernel fusion")
-_UNTOLD_COMPILER = re.compile(r"torch\.compile not told|xla not stated")
+_COMPILER_NOT_STATED = re.compile(r"torch\.compile not told|xla not stated")
 _COMPILED = re.compile(r"torch\.compile|with xla|xla on\b(?! for)|xla=1|(^|; )xla(;|$)|with graph kernel fusion")
 _FLASH = re.compile(r"flash attention|minimal_flash")
 _FUSED = re.compile(r"fused ?(adam|lamb)|\bapex\b|transformer engine|(^|; )te(;|$)|transformer kernel")
 _FULL = re.compile(r"act(ivation)?[ _]c(heck)?p?(oin)?ting=(true|full)\b|act_ckpt=true|full (ac\b|activation checkp)")
 _SELECTIVE = re.compile(r"activation checkpointing=selective|selective activation checkp|\bsac\b|minimal_flash remat")
-_NOTHING_AGAIN = re.compile(r"act(ivation)?[ _]checkpointing=(false|no\b|none)|act_ckpt=false")
-_BARE = re.compile(r"activation checkpointing( on)?(;|$)|checkpointing in pipeline runs")
+_NO_CHECKPOINTS = re.compile(r"act(ivation)?[ _]checkpointing=(false|no\b|none)|act_ckpt=false")
+_UNQUALIFIED = re.compile(r"activation checkpointing( on)?(;|$)|checkpointing in pipeline runs")
 
 # torch.compile came with PyTorch 2.0 (March 2023), FlashAttention with its paper (May 2022).
 _FIRST_COMPILE = 2023.2
 _FIRST_FLASH = 2022.4
 
-# Their attention: llm-foundry's benchmark page ("our models use Flash Attention"); torchtitan calls PyTorch's scaled
-# dot-product attention; NeMo and Megatron-Bridge of 2024 and later run Transformer Engine's fused attention.
+# Sources whose code runs flash attention: llm-foundry by its benchmark page ("our models use Flash Attention");
+# torchtitan through PyTorch's scaled dot-product attention; NeMo and Megatron-Bridge of 2024 and later through the
+# fused attention of Transformer Engine.
 _FLASH_SOURCES = (
     "mosaicml/llm-foundry",
     "pytorch/torchtitan",
@@ -147,9 +149,8 @@ _FLASH_SOURCES = (
     "NVIDIA/NeMo-Framework-Launcher",
 )
 
-
-# NVIDIA's PyTorch BERT, and the benchmark suite that runs it, step with Apex or a fused LAMB of their own
-# (PyTorch/LanguageModeling/BERT/lamb_amp_opt/fused_lamb): (repository, part of a path).
+# (repository, part of a path): NVIDIA's PyTorch BERT, and the benchmark suite that runs it, step with Apex or with
+# their own fused LAMB (PyTorch/LanguageModeling/BERT/lamb_amp_opt/fused_lamb).
 _FUSED_SOURCES = (
     ("NVIDIA/DeepLearningExamples", "PyTorch/LanguageModeling/BERT"),
     ("lambdal/deeplearning-benchmark", "PyTorch_bert_"),
@@ -157,9 +158,9 @@ _FUSED_SOURCES = (
 
 
 def name_framework(text: str, *, model: str = "", source_repo: str = "") -> str:
-    """The plain name of the framework in ``text``; ``pytorch`` where nothing is said.
+    """The plain name of the framework in ``text``; ``pytorch`` where it names none.
 
-    A row of MLPerf may name several or none: then the one that its benchmark is implemented in.
+    A row of MLPerf that names several frameworks or none gets that of its benchmark's implementation.
     """
     folded = text.casefold()
     named = list(dict.fromkeys(name for pattern, name in _FRAMEWORKS if pattern.search(folded)))
@@ -170,7 +171,7 @@ def name_framework(text: str, *, model: str = "", source_repo: str = "") -> str:
 
 
 def find_container(framework: str, notes: str) -> str:
-    """The NGC container as ``YY.MM`` that a row names, else blank."""
+    """The NGC container that a row names, as ``YY.MM``; blank without one."""
     folded = framework.casefold()
     tag = _TAG_IN_FRAMEWORK.search(folded)
     if tag is None:
@@ -183,15 +184,17 @@ def find_container(framework: str, notes: str) -> str:
 
 
 def read_implementation(row: Mapping[str, str]) -> Implementation:
-    """The facts that one row tells, from its text columns (``framework model precision source_repo source_path flag
-    notes``; absent ones are blank)."""
+    """The facts in the text columns of one row; absent columns count as blank.
+
+    The columns are ``framework model precision source_repo source_path flag notes``.
+    """
     return _read(*(row.get(column, "") for column in _COLUMNS))
 
 
 _COLUMNS = ("framework", "model", "precision", "source_repo", "source_path", "flag", "notes")
 
 
-# Rows repeat in everything but figures, which tell nothing here.
+# Most rows differ from another one in figures alone, which are not read here.
 @functools.lru_cache(maxsize=65536)
 def _read(
     framework: str, model: str, precision: str, source_repo: str, source_path: str, flag: str, notes: str
@@ -243,13 +246,13 @@ def _layout(folded: str, model: str, precision: str, source_repo: str, source_pa
 
 
 def _compiled(folded: str, framework: str, year: float | None, *, tuned: bool) -> bool | None:
-    if _UNTOLD_COMPILER.search(folded):
+    if _COMPILER_NOT_STATED.search(folded):
         return None
     if _NOT_COMPILED.search(folded):
         return False
     if framework == "jax" or _COMPILED.search(folded) or ("xla on for tf" in folded and framework == "tensorflow"):
         return True
-    # Contest code compiled parts of its models long before (TorchScript, CUDA graphs).
+    # MLPerf code compiled parts of its models before that (TorchScript, CUDA graphs).
     if framework == "pytorch" and year is not None and year < _FIRST_COMPILE and not tuned:
         return False
     return None
@@ -258,9 +261,9 @@ def _compiled(folded: str, framework: str, year: float | None, *, tuned: bool) -
 def _checkpointing(folded: str) -> Checkpointing | None:
     if _SELECTIVE.search(folded):
         return "selective"
-    if _NOTHING_AGAIN.search(folded):
+    if _NO_CHECKPOINTS.search(folded):
         return "none"
-    if _FULL.search(folded) or _BARE.search(folded):
+    if _FULL.search(folded) or _UNQUALIFIED.search(folded):
         return "full"
     return None
 
@@ -268,7 +271,7 @@ def _checkpointing(folded: str) -> Checkpointing | None:
 def _flash(folded: str, source_repo: str, year: float | None, *, tuned: bool) -> bool | None:
     if _FLASH.search(folded) or source_repo in _FLASH_SOURCES:
         return True
-    # NVIDIA's MLPerf BERT had a fused attention of its own since round 0.7 (implementations/pytorch/mha.py).
+    # NVIDIA's MLPerf BERT has had its own fused attention since round 0.7 (implementations/pytorch/mha.py).
     return False if year is not None and year < _FIRST_FLASH and not tuned else None
 
 

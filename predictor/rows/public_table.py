@@ -1,11 +1,10 @@
-"""The table of public measurements: parsed for the predictor, and with every doubtful row set aside with its reason."""
+"""The table of public measurements, parsed for the predictor; every doubtful row is set aside with its reason."""
 
 import functools
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from precision_time.predictor.rows.implementation_facts import find_container, read_implementation
@@ -14,6 +13,8 @@ from precision_time.predictor.setup.hardware import check_precision, find_hardwa
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism, parse_parallelism
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
+from precision_time.predictor.shipped import shipped_path
+from precision_time.predictor.workloads.input_sizes import parse_input_size
 from precision_time.storage.errors import InputError
 from precision_time.storage.tables import NUMBER_COLUMNS, TEXT_COLUMNS, check_columns, read_table
 
@@ -24,7 +25,6 @@ __all__ = [
     "PublicTable",
     "imply_utilisation",
     "load_public_table",
-    "parse_input_size",
     "row_implementation",
     "row_parallelism",
     "shipped_collectives",
@@ -32,20 +32,21 @@ __all__ = [
 ]
 
 
-# Facts, not doubts: they become columns.
-_NOT_REASONS = ("", "no_optimizer_step", "eval_inside", "startup_inside")
+# Flags that state facts, not doubts: they become columns.
+_FACTS = ("", "no_optimizer_step", "eval_inside", "startup_inside")
 
 _MAX_UTILISATION = 0.95
+# Flags of the transcriber that are reasons to set a row aside.
 _FLAGS = tuple(word for word in REASONS if "_" in word or word in ("suspect", "duplicate"))
 
-# NVIDIA's recipes for Megatron divide the states of the optimizer over the replicas unless they say otherwise.
+# NVIDIA's recipes for Megatron shard the optimizer states over the replicas unless they say otherwise.
 _SHARDED_OPTIMIZERS = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/NeMo", "NVIDIA/NeMo-Framework-Launcher")
-# Cells that a prediction or its score rests on; another one that is no number counts as blank.
+# Columns that a prediction or its score needs; in other columns a cell that is not a number counts as blank.
 _NEEDED_NUMBERS = ("num_gpus", "num_nodes", "batch_size_per_gpu", "grad_accumulation_steps", "seconds_per_iteration",
                    "seconds_per_micro_step")  # fmt: skip
 _LINE = re.compile(r"\bline [0-9]+;? ?")
 
-# timm of PyTorch 1.10 and 1.11 days most likely built ConvNeXt-Base under these names: 88.59 M parameters.
+# At the time of PyTorch 1.10 and 1.11, timm most likely built ConvNeXt-Base under these names: 88.59 M parameters.
 _WRONG_NETWORK = re.compile(r"convnext_(tiny|small)(_384)?_in22ft1k")
 _BASE_PARAMS = (88.5e6, 88.7e6)
 
@@ -61,19 +62,19 @@ _PARSED_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class PublicTable:
-    """The rows to learn from, and those set aside with the columns ``reason`` (joined by ``, ``) and ``can_predict``.
+    """Rows to learn from, and rows set aside with the columns ``reason`` (joined by ``, ``) and ``can_predict``.
 
-    Beside the columns of the file (extra ones too) rows hold ``hardware policy input_size world_size nodes
+    Beside the columns of the file (extra ones too) rows have ``hardware policy input_size world_size nodes
     per_gpu_batch_size accumulation iteration_time_s micro_step_time_s data tensor pipeline context expert
     virtual_stages sharding single_process container is_mlperf source utilisation framework_name`` and the fields of
-    ``Implementation`` (``framework`` stays the raw text). NaN, None or blank where a row does not tell.
+    ``Implementation`` (``framework`` stays the raw text). NaN, None or blank where the value is not known.
     """
 
     kept: "pd.DataFrame"
     quarantined: "pd.DataFrame"
 
     def count_reasons(self) -> dict[str, int]:
-        """Rows by reason; a row with several counts for each."""
+        """Number of rows by reason; a row with several reasons counts for each."""
         counts = dict.fromkeys(REASONS, 0)
         for reasons in self.quarantined["reason"]:
             for reason in reasons.split(", "):
@@ -82,15 +83,15 @@ class PublicTable:
 
 
 def shipped_measurements() -> "pd.DataFrame":
-    """The raw rows that come with the package (``predictor/data/measurements.parquet``), one per configuration."""
+    """The raw rows of ``predictor/data/measurements.parquet``, one per configuration."""
     return _shipped("measurements.parquet").copy()
 
 
 def shipped_collectives() -> "pd.DataFrame":
     """Measured collective curves (``predictor/data/collectives.parquet``), one row per curve and size.
 
-    ``bytes`` is the size in the nccl-tests convention, ``seconds`` the out-of-place time; ``kind`` is the collective
-    by the names of ``network``.
+    ``bytes`` is the size in the convention of nccl-tests, ``seconds`` the out-of-place time, ``kind`` one of
+    ``closed_form.collectives.COLLECTIVES``.
     """
     frame = _shipped("collectives.parquet").copy()
     frame["kind"] = frame["collective"].replace({"alltoall": "all_to_all", "sendrecv": "point_to_point"})
@@ -99,21 +100,20 @@ def shipped_collectives() -> "pd.DataFrame":
 
 @functools.cache
 def _shipped(name: str) -> "pd.DataFrame":
-    with resources.as_file(resources.files("precision_time.predictor").joinpath(f"data/{name}")) as path:
-        return read_table(path)
+    return read_table(shipped_path(name))
 
 
 def load_public_table(path: str | None = None) -> PublicTable:
-    """The shipped table, or one in a CSV or Parquet file with its columns, parsed and divided.
+    """Parse the shipped table, or a CSV or Parquet file with its columns, and set doubtful rows aside.
 
-    No row is refused: what cannot be understood is set aside with its reason. A further column with the name of a
-    parsed one is kept as ``file_<name>``. Raises ``InputError`` for a file that
-    lacks ``model gpu num_gpus precision batch_size_per_gpu`` or every column of time, else as ``read_table``.
+    No row is refused: one that cannot be understood is set aside with its reason. An extra column with the name of a
+    parsed one is kept as ``file_<name>``. Raises ``InputError`` for a file that lacks ``model gpu num_gpus precision
+    batch_size_per_gpu`` or every column of time, else as ``read_table``.
     """
     raw = shipped_measurements() if path is None else read_table(path)
     if path is not None:
         check_columns(raw, where=path)
-        # An extra column may bear the name of a parsed one: it keeps its values beside ours.
+        # An extra column may have the name of a parsed one: both are kept.
         raw = raw.rename(columns={name: f"file_{name}" for name in raw.columns if name in _PARSED_COLUMNS})
     frame, reasons = _parse(_complete(raw))
     frame["reason"] = [", ".join(word for word in REASONS if word in words) for words in reasons]
@@ -139,40 +139,11 @@ def row_implementation(row: Mapping[Any, Any]) -> Implementation:
     )
 
 
-def parse_input_size(text: str) -> float:
-    """Side of a square or cube with as many pixels, or the length of a sequence; NaN where a text names neither.
-
-    ``224``, ``seq 128``, ``COCO 800x1333`` (1033), ``128x128x128x4 volumes`` (128: up to 4 channels do not count),
-    ``168 history + 24 horizon steps`` (192), ``segments of 8192 audio samples``.
-    """
-    found = _SIDES.search(text)
-    if found:
-        sides = [float(side) for side in found.group(0).split("x")]
-        if len(sides) > 2 and sides[-1] <= 4:
-            sides.pop()
-        return round(math.prod(sides) ** (1 / len(sides)), 1)
-    found = _PAIR.search(text)
-    if found:
-        return round(math.sqrt(float(found.group(1)) * float(found.group(2))), 1)
-    found = _SUM.search(text)
-    if found:
-        return float(found.group(1)) + float(found.group(2))
-    found = _LENGTH.search(text)
-    return float(found.group(1)) if found else math.nan
-
-
-_SIDES = re.compile(r"(?<![0-9A-Za-z])[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})+")
-_PAIR = re.compile(r"short side ([0-9]+), long side max ([0-9]+)")
-_SUM = re.compile(r"([0-9]+) history \+ ([0-9]+) horizon")
-_LENGTH = re.compile(r"(?:^\s*|\bseq(?:uence)?(?:[ _]length)? |\btgt_len |\bsegments of )([1-9][0-9]{0,8}(?:\.0+)?)"
-                     r"(?=$|\s|,)")  # fmt: skip
-
-
 def imply_utilisation(frame: "pd.DataFrame", *, forward_flops: "pd.Series[float] | None" = None) -> "pd.Series[float]":
-    """Share of the dense peak that each row's time implies: FLOPs of a micro-step on one device / time / peak.
+    """Share of the dense peak that the time of each row implies: FLOPs of a micro-step on one device / time / peak.
 
     A micro-step costs 3 forward passes, 2 where only adapters are trained. ``forward_flops`` are per sample (default:
-    the column ``fwd_flops_per_sample``). NaN where anything is not known.
+    the column ``fwd_flops_per_sample``). NaN where a factor is not known.
     """
     import pandas as pd
 
@@ -190,7 +161,10 @@ def imply_utilisation(frame: "pd.DataFrame", *, forward_flops: "pd.Series[float]
 
 
 def _complete(raw: "pd.DataFrame") -> "pd.DataFrame":
-    """``raw`` with every column of the public table in its kind; cells that are no numbers are left in ``unusable``."""
+    """``raw`` with every column of the public table as numbers or text.
+
+    ``unusable`` marks rows where a needed cell is not a positive number.
+    """
     import numpy as np
     import pandas as pd
 
@@ -200,11 +174,11 @@ def _complete(raw: "pd.DataFrame") -> "pd.DataFrame":
         if column not in frame:
             frame[column] = np.nan
             continue
-        given = frame[column].notna() & frame[column].astype(str).str.strip().ne("")
-        numbers = pd.to_numeric(frame[column].where(given), errors="coerce").astype(float)
+        filled = frame[column].notna() & frame[column].astype(str).str.strip().ne("")
+        numbers = pd.to_numeric(frame[column].where(filled), errors="coerce").astype(float)
         sound = np.isfinite(numbers) & numbers.gt(0)
         if column in _NEEDED_NUMBERS:
-            unusable |= given & ~sound
+            unusable |= filled & ~sound
         frame[column] = numbers.where(sound)
     for column in TEXT_COLUMNS:
         frame[column] = frame[column].fillna("").astype(str).str.strip() if column in frame else ""
@@ -227,15 +201,15 @@ def _parse(frame: "pd.DataFrame") -> tuple["pd.DataFrame", list[set[str]]]:
 
     for position, flags in enumerate(frame["flag"]):
         words = {word.strip() for word in flags.split(",")}
-        # A flag that is not known is a doubt all the same.
-        reasons[position] |= {word if word in _FLAGS else "suspect" for word in words if word not in _NOT_REASONS}
+        # An unknown flag is a doubt all the same.
+        reasons[position] |= {word if word in _FLAGS else "suspect" for word in words if word not in _FACTS}
     set_aside(frame.pop("unusable"), "number unusable")
-    raw = list(frame.columns)
+    raw_columns = list(frame.columns)
 
     frame["source"] = frame["source_repo"]
     frame["is_mlperf"] = frame["source_repo"].str.startswith("mlcommons/")
-    frame["hardware"] = frame["gpu"].map(_each(frame["gpu"], lambda name: find_hardware(name).name))
-    frame["policy"] = frame["precision"].map(_each(frame["precision"], lambda text: parse_precision(text).name))
+    frame["hardware"] = frame["gpu"].map(_parse_each(frame["gpu"], lambda name: find_hardware(name).name))
+    frame["policy"] = frame["precision"].map(_parse_each(frame["precision"], lambda text: parse_precision(text).name))
     frame["input_size"] = frame["task_input"].map({text: parse_input_size(text) for text in set(frame["task_input"])})
     set_aside(frame["hardware"].eq(""), "hardware unknown")
     set_aside(frame["policy"].eq(""), "precision unknown")
@@ -265,15 +239,15 @@ def _parse(frame: "pd.DataFrame") -> tuple["pd.DataFrame", list[set[str]]]:
     set_aside(wrong, "another network")
     frame["utilisation"] = imply_utilisation(frame)
     set_aside(frame["utilisation"].gt(_MAX_UTILISATION), "utilisation above 0.95")
-    # A figure that another line of the same document prints again, not one that another run reached again.
-    told = frame[[column for column in raw if column not in ("row_id", "source_commit")]].copy()
-    told["notes"] = told["notes"].str.replace(_LINE, "", regex=True)
-    set_aside(told.duplicated() & frame["micro_step_time_s"].notna(), "exact repeat")
+    # The same figure printed by two lines of one document, not the same figure reached by two runs.
+    facts = frame[[column for column in raw_columns if column not in ("row_id", "source_commit")]].copy()
+    facts["notes"] = facts["notes"].str.replace(_LINE, "", regex=True)
+    set_aside(facts.duplicated() & frame["micro_step_time_s"].notna(), "exact repeat")
     return frame, reasons
 
 
-def _each(values: "pd.Series[Any]", parse: Callable[[str], str]) -> dict[str, str]:
-    """What ``parse`` makes of each distinct value, blank where it raises ``InputError``."""
+def _parse_each(values: "pd.Series[Any]", parse: Callable[[str], str]) -> dict[str, str]:
+    """The result of ``parse`` by distinct value, blank where it raises ``InputError``."""
     parsed = {}
     for value in set(values):
         try:
@@ -299,28 +273,28 @@ def _unsupported(frame: "pd.DataFrame") -> "pd.Series[bool]":
 
 def _layouts(frame: "pd.DataFrame") -> list[Parallelism | None]:
     """The layout of each row, None where it cannot be understood."""
-    found: dict[tuple[str, float, bool], Parallelism | None] = {}
+    layouts: dict[tuple[str, float, bool], Parallelism | None] = {}
     keys = list(zip(frame["parallelism"], frame["world_size"], frame["source"].isin(_SHARDED_OPTIMIZERS), strict=True))
     for text, world, sharded in set(keys):
         sharding = "optimizer" if sharded else None
         try:
             layout = None if math.isnan(world) else parse_parallelism(text, world_size=int(world), sharding=sharding)
-            found[text, world, sharded] = layout
+            layouts[text, world, sharded] = layout
         except InputError:
-            found[text, world, sharded] = None
-    return [found.get(key) for key in keys]
+            layouts[text, world, sharded] = None
+    return [layouts.get(key) for key in keys]
 
 
 def _set_batch(
     frame: "pd.DataFrame", reasons: list[set[str]], set_aside: Callable[["pd.Series[bool]", str], None]
 ) -> None:
-    """The micro-batch of one data-parallel replica: told, else derived from the global batch."""
+    """The micro-batch of one data-parallel replica: as stated, else derived from the global batch."""
     stated = frame["batch_size_per_gpu"]
     replicas = frame["data"] * frame["accumulation"]
     derived = frame["global_batch_size"] / replicas
-    # A blank layout of several devices says nothing of how the global batch is divided.
-    told = frame["parallelism"].ne("") | frame["world_size"].eq(1)
-    frame["per_gpu_batch_size"] = stated.fillna(derived.where(derived.mod(1).eq(0) & told))
+    # Without a layout it is not known how several devices divide the global batch.
+    is_divided = frame["parallelism"].ne("") | frame["world_size"].eq(1)
+    frame["per_gpu_batch_size"] = stated.fillna(derived.where(derived.mod(1).eq(0) & is_divided))
     missing = frame["per_gpu_batch_size"].isna()
     set_aside(missing, "batch missing")
     for words, is_missing in zip(reasons, missing, strict=True):
@@ -331,11 +305,11 @@ def _set_batch(
 
 
 def _set_times(frame: "pd.DataFrame", set_aside: Callable[["pd.Series[bool]", str], None]) -> None:
-    """Seconds of an optimizer step and of a micro-step, from the most exact figure that a row states."""
+    """Seconds of an optimizer step and of a micro-step, from the most exact figure of each row."""
     micro = frame["seconds_per_micro_step"].fillna(frame["seconds_per_iteration"] / frame["accumulation"])
-    in_a_micro_step = frame["per_gpu_batch_size"] * frame["data"]
-    from_throughput = in_a_micro_step / frame["samples_per_second"]
-    # A file with a column of seconds leaves a cell blank for a reason; one without has nothing but throughputs.
+    micro_step_samples = frame["per_gpu_batch_size"] * frame["data"]
+    from_throughput = micro_step_samples / frame["samples_per_second"]
+    # A file with a column of seconds leaves a cell blank for a reason; a file without one has only throughputs.
     if frame["seconds_per_micro_step"].notna().any() or frame["seconds_per_iteration"].notna().any():
         set_aside(micro.isna() & frame["samples_per_second"].notna(), "time not converted")
     set_aside(micro.isna() & frame["samples_per_second"].isna(), "time missing")
@@ -349,13 +323,14 @@ def _set_implementation(frame: "pd.DataFrame") -> None:
     import pandas as pd
 
     columns = ["framework", "model", "precision", "source_repo", "source_path", "flag", "notes"]
-    rows = [
+    implementations = [
         read_implementation(dict(zip(columns, row, strict=True)))
         for row in frame[columns].itertuples(index=False, name=None)
     ]
-    frame["framework_name"] = [row.framework for row in rows]
+    frame["framework_name"] = [implementation.framework for implementation in implementations]
     for name in _IMPLEMENTATION_COLUMNS:
         kind = float if name in ("software_year", "trainable_share") else object
-        frame[name] = pd.Series([getattr(row, name) for row in rows], index=frame.index, dtype=kind)
+        values = [getattr(implementation, name) for implementation in implementations]
+        frame[name] = pd.Series(values, index=frame.index, dtype=kind)
     pairs = zip(frame["framework"], frame["notes"], strict=True)
     frame["container"] = [find_container(framework, notes) for framework, notes in pairs]

@@ -5,12 +5,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from precision_time.predictor.setup.catalogue import Catalogue, check_fields, fold_name, parse_catalogue
 from precision_time.predictor.setup.precision import FORMAT_BYTES, PRECISIONS, Precision
+from precision_time.predictor.shipped import shipped_text
 from precision_time.storage.errors import InputError, NotFoundError, PrecisionUnsupportedError, UnknownNameError
 
 __all__ = [
@@ -178,8 +178,7 @@ def _specify(catalogue: Catalogue) -> dict[str, HardwareSpec]:
 
 @functools.cache
 def _shipped() -> tuple[Catalogue, dict[str, HardwareSpec]]:
-    text = resources.files("precision_time.predictor").joinpath("data/gpus.toml").read_text(encoding="utf-8")
-    catalogue = parse_catalogue(text, where="predictor/data/gpus.toml")
+    catalogue = parse_catalogue(shipped_text("gpus.toml"), where="predictor/data/gpus.toml")
     return catalogue, _specify(catalogue)
 
 

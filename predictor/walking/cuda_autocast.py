@@ -1,8 +1,8 @@
-"""CUDA's autocast policy on tensors of a CPU, where torch applies another: its casts for as long as a block runs."""
+"""CUDA's autocast policy on tensors of a CPU, where torch applies another one."""
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.library import Library, fallthrough_kernel
 
-__all__ = ["APPEND_DTYPE", "FP32", "LOWER", "PROMOTE", "SET_DTYPE", "UNREACHED", "WALKING", "Casts", "cuda_autocast"]
+__all__ = ["APPEND_DTYPE", "FP32", "LOWER", "PROMOTE", "SET_DTYPE", "Casts", "cuda_autocast", "replace_kernels"]
 
-# The lists stand in torch's header ATen/autocast_mode.h (AT_FORALL_...), torch 2.13; a test compares their names with
-# those that torch registered for CUDA.
+# The lists are those of torch's header ATen/autocast_mode.h (AT_FORALL_...), torch 2.13; a test compares their names
+# with those that torch registered for CUDA. The kernels of cuDNN behind the convolutions are left out: no operation of
+# a CPU reaches them.
 
 #: Cast to the 16-bit format.
 LOWER = (
@@ -36,7 +37,7 @@ FP32 = (
     "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
     "binary_cross_entropy",
 )  # fmt: skip
-#: Asked for an fp32 result unless the caller asked for a format.
+#: Give an fp32 result unless the caller asks for another format.
 SET_DTYPE = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
@@ -46,42 +47,38 @@ PROMOTE = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 )  # fmt: skip
-#: Take another overload that has a format to ask for.
+#: Replaced by an overload that takes the format of its result.
 APPEND_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-#: The cuDNN kernels behind the convolutions, which no CPU graph reaches.
-UNREACHED = ("cudnn_convolution", "cudnn_convolution_transpose")
 
+#: The 16-bit format of a walk. Autocast casts to fp16 and to bf16 alike, so one stands for both.
+HALF = torch.bfloat16
 _KEY = "AutocastCPU"
 _EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-#: Held while kernels of the process are replaced.
-WALKING = threading.RLock()
+_REPLACING = threading.RLock()
 
 
 class Casts:
-    """Casts of arguments; the 16-bit copy of a weight is made once, as torch's own autocast does, until forgotten."""
+    """Casts of arguments. A weight is copied to 16 bit once and the copy used again, as torch's own autocast does."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self) -> None:
+        #: weight and copy by the id of the weight
         self.copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def lower(self, value: Any) -> Any:
-        """A tensor, or a list of them, in the 16-bit format."""
-        return self.cast(value, self.dtype)
 
     def forget(self) -> None:
         """Drop the copies, as the end of an autocast region does."""
         self.copies.clear()
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """``value`` with every tensor of fp32 or 16 bit in it cast to ``dtype``."""
         if isinstance(value, torch.Tensor):
             if not value.is_floating_point() or value.dtype in (dtype, torch.float64) or value.dtype.itemsize < 2:
                 return value
-            if dtype != self.dtype or not (value.is_leaf and value.requires_grad) or value._base is not None:
+            is_weight = value.is_leaf and value.requires_grad and value._base is None
+            if dtype != HALF or not is_weight:
                 return value.to(dtype)
-            kept = self.copies.get(id(value))
-            if kept is None:
-                kept = self.copies[id(value)] = (value, value.to(dtype))
-            return kept[1]
+            if id(value) not in self.copies:
+                self.copies[id(value)] = (value, value.to(dtype))
+            return self.copies[id(value)][1]
         if isinstance(value, list | tuple):
             return type(value)(self.cast(item, dtype) for item in value)
         return value
@@ -119,8 +116,8 @@ def _setting_dtype(name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED):
-            asked = kwargs.get("dtype") if by_keyword or len(args) <= place else args[place]
-            if asked is None and args[0].is_floating_point() and args[0].dtype != torch.float64:
+            dtype = kwargs.get("dtype") if by_keyword or len(args) <= place else args[place]
+            if dtype is None and args[0].is_floating_point() and args[0].dtype != torch.float64:
                 if by_keyword or len(args) <= place:
                     kwargs["dtype"] = torch.float32
                 else:
@@ -143,13 +140,12 @@ def _appending_dtype(name: str) -> Callable[..., Any]:
     return call
 
 
-def _kernels(casts: Casts) -> dict[str, Callable[..., Any]]:
+def _make_kernels(casts: Casts) -> dict[str, Callable[..., Any]]:
     def widest(args: tuple[Any, ...]) -> torch.dtype:
-        wide = any(tensor.dtype == torch.float32 for tensor in _leaves(args))
-        return torch.float32 if wide else casts.dtype
+        return torch.float32 if any(tensor.dtype == torch.float32 for tensor in _leaves(args)) else HALF
 
     return {
-        **{name: _casting(name, lambda args: casts.dtype, casts) for name in LOWER},
+        **{name: _casting(name, lambda args: HALF, casts) for name in LOWER},
         **{name: _casting(name, lambda args: torch.float32, casts) for name in FP32},
         **{name: _casting(name, widest, casts) for name in PROMOTE},
         **{name: _setting_dtype(name) for name in SET_DTYPE},
@@ -158,42 +154,46 @@ def _kernels(casts: Casts) -> dict[str, Callable[..., Any]]:
 
 
 @cache
-def _cpu_only(names: frozenset[str]) -> list[str]:
-    """Operations that CPU autocast casts and CUDA's does not."""
+def _cast_on_cpu_only() -> list[str]:
+    """Operations that a CPU's autocast casts and CUDA's does not."""
+    cuda = {*LOWER, *FP32, *PROMOTE, *SET_DTYPE, *APPEND_DTYPE}
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return [
-        name.removeprefix("aten::")
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::")
-        and name.removeprefix("aten::") not in names
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)
+        name
+        for name in names
+        if name not in cuda and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY)
     ]
 
 
 @contextmanager
-def cuda_autocast(
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    replace: Callable[[Casts], dict[str, Callable[..., Any]]] | None = None,
-) -> Iterator[Casts]:
-    """Give CPU autocast the casts of CUDA's while the block runs; enter ``torch.autocast("cpu")`` inside of it.
+def replace_kernels(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[None]:
+    """Put ``kernels`` (by name in ``aten``) in place of torch's own for a dispatch key while the block runs.
 
-    ``replace`` makes the kernels of operations that shall run instead of a cast. Yields the casts. The kernels belong
-    to the whole process, so one thread at a time gets in, and autocast on a CPU in other threads follows these rules
-    meanwhile.
+    They replace those of the whole process, so one thread at a time gets in.
     """
-    with WALKING:
-        casts = Casts(dtype)
-        kernels = {**_kernels(casts), **(replace(casts) if replace else {})}
+    with _REPLACING:
         library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         try:
             with warnings.catch_warnings():
                 # torch warns that kernels of its own are overridden, which is the purpose here
                 warnings.simplefilter("ignore", UserWarning)
-                for name in _cpu_only(frozenset(kernels)):
-                    library.impl(name, fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
                 for name, kernel in kernels.items():
-                    library.impl(name, kernel, _KEY)  # type: ignore[no-untyped-call]
-            yield casts
+                    library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+            yield
         finally:
             library._destroy()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[Casts]:
+    """Give CPU autocast the casts of CUDA's while the block runs; enter ``torch.autocast("cpu")`` inside of it.
+
+    Yields the casts. Autocast on a CPU in other threads follows the same rules meanwhile.
+    """
+    casts = Casts()
+    kernels = dict.fromkeys(_cast_on_cpu_only(), fallthrough_kernel) | _make_kernels(casts)
+    with replace_kernels(kernels, _KEY):
+        try:
+            yield casts
+        finally:
             casts.forget()

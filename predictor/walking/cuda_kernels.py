@@ -1,32 +1,27 @@
-"""What CUDA runs where a CPU takes another path: fused or plain attention, dropout, recurrent layers and cells.
+"""The kernels that CUDA runs where a CPU takes another path: fused attention, dropout, recurrent layers and cells.
 
-The kernels here stand for those of CUDA in shapes and formats; they compute nothing. The operations of the namespace
-``precision_time`` have no kernel at all: the walk that sees them calls ``imitate``.
+They have the shapes and formats of CUDA's kernels and compute nothing. Operations of the namespace ``precision_time``
+have no kernel at all: the recorder that meets them calls ``imitate``.
 """
 
-import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import Library
 
-from precision_time.predictor.walking.cuda_autocast import WALKING, Casts
+from precision_time.predictor.walking.cuda_autocast import HALF, Casts, replace_kernels
 
-__all__ = ["ATTENTIONS", "IMITATED", "cuda_kernels", "imitate", "make_autocast_kernels"]
-
-#: ``fused`` keeps no scores, whatever mask or dropout; ``math`` is attention as models wrote it before fused kernels.
-ATTENTIONS = ("fused", "math")
+__all__ = ["IMITATED", "cuda_kernels", "imitate"]
 
 _LIBRARY = Library("precision_time", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SCHEMAS = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask) -> (Tensor, Tensor)",
     "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp,"
     " Tensor? mask, bool mask_gradient) -> Tensor[]",
-    "attention_product(Tensor left, Tensor right, bool scores) -> Tensor",
-    "recurrent(Tensor input, Tensor[] weights, Tensor[] states, int directions, int kept, int steps) -> Tensor[]",
+    "recurrent(Tensor input, Tensor[] weights, Tensor[] states, int directions, int reserved, int steps) -> Tensor[]",
     "recurrent_backward(Tensor input, Tensor[] weights, Tensor[] states, int directions, bool input_gradient,"
     " int steps, Tensor output, Tensor reserve, Tensor gradient) -> Tensor[]",
     "cell(Tensor input_gates, Tensor hidden_gates, Tensor[] biases, Tensor[] states) -> Tensor[]",
@@ -39,16 +34,16 @@ _OPS = torch.ops.precision_time
 
 
 def imitate(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of one of the ``IMITATED`` operations: zeros of the right shapes and formats."""
+    """The results of one of the ``IMITATED`` operations: tensors of the right shapes and formats."""
     return _IMITATIONS[name](*args, **kwargs)
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Any:
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
     return _token_major(query, value.shape[-1]), query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
-def _token_major(like: torch.Tensor, width: int) -> torch.Tensor:
-    """[..., H, S, width] that lies in memory as [..., S, H, width], as flash kernels write it."""
+def _token_major(like: Tensor, width: int) -> Tensor:
+    """A tensor [..., H, S, width] that lies in memory as [..., S, H, width], as flash kernels write it."""
     if like.dim() < 3:
         return like.new_zeros(*like.shape[:-1], width)
     *batch, heads, tokens, _ = like.shape
@@ -56,73 +51,49 @@ def _token_major(like: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    mask: torch.Tensor | None,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor | None,
     mask_gradient: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:  # fmt: skip
     gradients = [_token_major(tensor, tensor.shape[-1]) for tensor in (query, key, value)]
     if mask is not None and mask_gradient:
         gradients.append(mask.new_zeros(mask.shape))
     return gradients
 
 
-def _attention_product(left: torch.Tensor, right: torch.Tensor, scores: bool) -> torch.Tensor:
-    return left.new_zeros(*left.shape[:-1], right.shape[-1])
-
-
 def _recurrent(
-    tokens: torch.Tensor,
-    weights: list[torch.Tensor],
-    states: list[torch.Tensor],
-    directions: int,
-    kept: int,
-    steps: int,
-) -> list[torch.Tensor]:
-    """[..., in] -> output [..., hidden], the last states, and what the backward pass needs."""
+    tokens: Tensor, weights: list[Tensor], states: list[Tensor], directions: int, reserved: int, steps: int
+) -> list[Tensor]:
+    """[..., in] -> output [..., hidden], the last states, and the tensor kept for the backward pass."""
     output = tokens.new_zeros(*tokens.shape[:-1], directions * states[0].shape[-1])
-    reserve = tokens.new_zeros(*tokens.shape[:-1], kept)
+    reserve = tokens.new_zeros(*tokens.shape[:-1], reserved)
     return [output, *(state.new_zeros(state.shape) for state in states), reserve]
 
 
 def _recurrent_backward(
-    tokens: torch.Tensor,
-    weights: list[torch.Tensor],
-    states: list[torch.Tensor],
-    directions: int,
-    input_gradient: bool,
-    *_: Any,
-) -> list[torch.Tensor]:
+    tokens: Tensor, weights: list[Tensor], states: list[Tensor], directions: int, input_gradient: bool, *_: Any
+) -> list[Tensor]:
     gradients = [tensor.new_zeros(tensor.shape) for tensor in (*states, *weights)]
     return [tokens.new_zeros(tokens.shape), *gradients] if input_gradient else gradients
 
 
-def _grouped_mm(
-    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, *_: Any, out_dtype: Any = None
-) -> torch.Tensor:
-    """Groups are the first dimension of a 3-dimensional factor, or ``offs`` ends their rows in a 2-dimensional one."""
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, out_dtype: Any = None) -> Tensor:
+    """The groups are the first dimension of a 3-dimensional factor; ``offs`` ends their rows in a 2-dimensional one."""
     shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.dim() == right.dim():
         shape = (left.shape[0] if left.dim() == 3 else 0 if offs is None else offs.numel(), *shape)
     return left.new_zeros(shape, dtype=out_dtype or left.dtype)
 
 
-def _cell(
-    input_gates: torch.Tensor, hidden_gates: torch.Tensor, biases: list[torch.Tensor], states: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    # torch's workspace: the gates of an LSTM cell, and those of a GRU with both parts of the last
+def _cell(input_gates: Tensor, hidden_gates: Tensor, biases: list[Tensor], states: list[Tensor]) -> list[Tensor]:
+    # the workspace of torch's kernels: the gates of an LSTM cell; those of a GRU cell, with both parts of the last gate
     hidden = states[0].shape[-1]
-    kept = input_gates.shape[-1] if len(states) > 1 else 5 * hidden
-    return [*(state.new_zeros(state.shape) for state in states), input_gates.new_zeros(len(input_gates), kept)]
+    width = input_gates.shape[-1] if len(states) > 1 else 5 * hidden
+    return [*(state.new_zeros(state.shape) for state in states), input_gates.new_zeros(len(input_gates), width)]
 
 
 def _cell_backward(
-    gradients: list[torch.Tensor], states: list[torch.Tensor], reserve: torch.Tensor, biases: list[torch.Tensor]
-) -> list[torch.Tensor]:
+    gradients: list[Tensor], states: list[Tensor], reserve: Tensor, biases: list[Tensor]
+) -> list[Tensor]:
     hidden = states[-1].shape[-1]
     gates = reserve.shape[-1] if reserve.shape[-1] != 5 * hidden else 3 * hidden
     results = [reserve.new_zeros(len(reserve), gates), states[-1].new_zeros(states[-1].shape)]
@@ -132,7 +103,6 @@ def _cell_backward(
 _IMITATIONS: dict[str, Callable[..., Any]] = {
     "precision_time::attention": _attention,
     "precision_time::attention_backward": _attention_backward,
-    "precision_time::attention_product": _attention_product,
     "precision_time::recurrent": _recurrent,
     "precision_time::recurrent_backward": _recurrent_backward,
     "precision_time::cell": _cell,
@@ -157,30 +127,13 @@ class _FusedAttention(torch.autograd.Function):
         return (*gradients[:3], gradients[3] if len(gradients) > 3 else None)
 
 
-class _AttentionProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, left: Any, right: Any, scores: bool) -> Any:
-        ctx.save_for_backward(left, right)
-        return _OPS.attention_product(left, right, scores)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        left, right = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return (
-            _OPS.attention_product(gradient, right.transpose(-2, -1), False) if wanted[0] else None,
-            _OPS.attention_product(left.transpose(-2, -1), gradient, False) if wanted[1] else None,
-            None,
-        )
-
-
 class _Recurrent(torch.autograd.Function):
     """One layer in all its directions."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Any, directions: int, kept: int, steps: int, count: int, *rest: Any) -> Any:
+    def forward(ctx: Any, tokens: Any, directions: int, reserved: int, steps: int, count: int, *rest: Any) -> Any:
         states, weights = list(rest[:count]), list(rest[count:])
-        *results, reserve = _OPS.recurrent(tokens, weights, states, directions, kept, steps)
+        *results, reserve = _OPS.recurrent(tokens, weights, states, directions, reserved, steps)
         ctx.save_for_backward(tokens, results[0], reserve, *rest)
         ctx.directions, ctx.steps, ctx.count = directions, steps, count
         return tuple(results)
@@ -188,11 +141,11 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
         tokens, output, reserve, *rest = ctx.saved_tensors
-        states, weights, wanted = rest[: ctx.count], rest[ctx.count :], ctx.needs_input_grad[0]
+        states, weights, input_gradient = rest[: ctx.count], rest[ctx.count :], ctx.needs_input_grad[0]
         gradients = _OPS.recurrent_backward(
-            tokens, weights, states, ctx.directions, wanted, ctx.steps, output, reserve, gradient
+            tokens, weights, states, ctx.directions, input_gradient, ctx.steps, output, reserve, gradient
         )
-        first = gradients.pop(0) if wanted else None
+        first = gradients.pop(0) if input_gradient else None
         return (first, None, None, None, None, *gradients)
 
 
@@ -203,62 +156,29 @@ class _Cell(torch.autograd.Function):
     def forward(ctx: Any, input_gates: Any, hidden_gates: Any, count: int, *rest: Any) -> Any:
         states, biases = list(rest[:count]), list(rest[count:])
         *results, reserve = _OPS.cell(input_gates, hidden_gates, biases, states)
-        kept = [states[-1], *results[1:]]
-        ctx.save_for_backward(reserve, *kept, *biases)
-        ctx.count = len(kept)
+        saved_states = [states[-1], *results[1:]]
+        ctx.save_for_backward(reserve, *saved_states, *biases)
+        ctx.count = len(saved_states)
         ctx.states = count
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         reserve, *rest = ctx.saved_tensors
-        given = [gradient for gradient in gradients if gradient is not None]
+        present = [gradient for gradient in gradients if gradient is not None]
         biases = rest[ctx.count :]
-        gates, state, *bias = _OPS.cell_backward(given, rest[: ctx.count], reserve, biases)
-        # the hidden state of an LSTM comes in by its product alone, that of a GRU also by the last gate
+        gates, state, *bias = _OPS.cell_backward(present, rest[: ctx.count], reserve, biases)
+        # the hidden state of an LSTM enters only through its product, that of a GRU through the last gate as well
         states = (None, state) if ctx.states > 1 else (state,)
         return (gates, gates, None, *states, *(bias * len(biases)))
 
 
-def _attend_fused(
+def _attend(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
 ) -> Any:
     if attn_mask is not None and attn_mask.requires_grad:
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
-
-
-def _attend_by_math(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    casts: Casts | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Scale, product, mask, softmax, dropout, product, each in the format that autocast gives it."""
-    lower = casts.lower if casts is not None else _keep
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    query = query * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    scores = _AttentionProduct.apply(lower(query), lower(key).transpose(-2, -1), True)  # type: ignore[no-untyped-call]
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    weights = torch.softmax(scores, -1)
-    if dropout_p > 0:
-        weights = torch.dropout(weights, dropout_p, True)
-    return _AttentionProduct.apply(lower(weights), lower(value), False)  # type: ignore[no-untyped-call]
-
-
-def _keep(value: Any) -> Any:
-    return value
 
 
 def _drop(tokens: Any, p: float, train: bool) -> Any:
@@ -268,7 +188,7 @@ def _drop(tokens: Any, p: float, train: bool) -> Any:
 
 
 def _make_layers(kind: str, casts: Casts | None) -> dict[str, Callable[..., Any]]:
-    """``aten::lstm`` and its kin as cuDNN runs them: in 16-bit under autocast, weights cast anew every time."""
+    """``aten::lstm`` and its like as cuDNN runs them: in 16 bit under autocast, weights cast anew at every call."""
     gates = {"lstm": 4, "gru": 3}.get(kind, 1)
 
     def run(
@@ -276,90 +196,68 @@ def _make_layers(kind: str, casts: Casts | None) -> dict[str, Callable[..., Any]
     ) -> Any:
         states = list(states) if kind == "lstm" else [states]
         if casts is not None and torch.is_autocast_enabled("cpu"):
-            tokens = tokens.to(casts.dtype)
-            states, weights = ([item.to(casts.dtype) for item in group] for group in (states, weights))
+            tokens = tokens.to(HALF)
+            states, weights = ([tensor.to(HALF) for tensor in group] for group in (states, weights))
         directions = 2 if bidirectional else 1
-        share = len(weights) // num_layers
-        lasts: list[list[Any]] = [[] for _ in states]
+        tensors_per_layer = len(weights) // num_layers
+        last_states: list[list[Any]] = [[] for _ in states]
         for layer in range(num_layers):
-            own = weights[layer * share : (layer + 1) * share]
-            cells = own[1].shape[0] // gates
+            layer_weights = weights[layer * tensors_per_layer : (layer + 1) * tensors_per_layer]
+            hidden = layer_weights[1].shape[0] // gates
             # activated gates and the cell state of every step
-            kept = directions * ((gates + 1) * cells if gates > 1 else cells)
+            reserved = directions * ((gates + 1) * hidden if gates > 1 else hidden)
             rows = slice(layer * directions, (layer + 1) * directions)
             tokens, *ends = _Recurrent.apply(  # type: ignore[no-untyped-call]
-                tokens, directions, kept, steps, len(states), *(state[rows] for state in states), *own
+                tokens, directions, reserved, steps, len(states), *(state[rows] for state in states), *layer_weights
             )
-            for last, end in zip(lasts, ends, strict=True):
-                last.append(end)
+            for layer_states, end in zip(last_states, ends, strict=True):
+                layer_states.append(end)
             if dropout and layer < num_layers - 1:
                 tokens = _drop(tokens, dropout, True)
-        return (tokens, *(last[0] if num_layers == 1 else torch.cat(last) for last in lasts))
+        return (tokens, *(ends[0] if num_layers == 1 else torch.cat(ends) for ends in last_states))
 
     def run_even(
-        tokens: Any,
-        states: Any,
-        weights: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
+        tokens: Any, states: Any, weights: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool,
+    ) -> Any:  # fmt: skip
         tokens = tokens.transpose(0, 1) if batch_first else tokens
-        tokens, *lasts = run(
+        tokens, *last_states = run(
             tokens, states, weights, num_layers, dropout if train else 0.0, bidirectional, tokens.shape[0]
         )
-        return (tokens.transpose(0, 1) if batch_first else tokens, *lasts)
+        return (tokens.transpose(0, 1) if batch_first else tokens, *last_states)
 
     def run_packed(
-        tokens: Any,
-        batch_sizes: Any,
-        states: Any,
-        weights: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> Any:
+        tokens: Any, batch_sizes: Any, states: Any, weights: Any, has_biases: bool, num_layers: int, dropout: float,
+        train: bool, bidirectional: bool,
+    ) -> Any:  # fmt: skip
         steps = batch_sizes.numel()
         return run(tokens, states, weights, num_layers, dropout if train else 0.0, bidirectional, steps)
 
     return {f"{kind}.input": run_even, f"{kind}.data": run_packed}
 
 
-def _lstm_cell(tokens: Any, states: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def _run_cell(tokens: Any, states: list[Any], w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> Any:
     biases = [bias for bias in (b_ih, b_hh) if bias is not None]
-    hidden, cell = states
-    gates = torch.matmul(tokens, w_ih.t()), torch.matmul(hidden, w_hh.t())
-    return _Cell.apply(*gates, 2, hidden, cell, *biases)  # type: ignore[no-untyped-call]
+    gates = torch.matmul(tokens, w_ih.t()), torch.matmul(states[0], w_hh.t())
+    return _Cell.apply(*gates, len(states), *states, *biases)  # type: ignore[no-untyped-call]
+
+
+def _lstm_cell(tokens: Any, states: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    return _run_cell(tokens, list(states), w_ih, w_hh, b_ih, b_hh)
 
 
 def _gru_cell(tokens: Any, hidden: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    biases = [bias for bias in (b_ih, b_hh) if bias is not None]
-    gates = torch.matmul(tokens, w_ih.t()), torch.matmul(hidden, w_hh.t())
-    return _Cell.apply(*gates, 1, hidden, *biases)[0]  # type: ignore[no-untyped-call]
-
-
-def make_autocast_kernels(casts: Casts) -> dict[str, Callable[..., Any]]:
-    """Kernels that take the place of a cast for ``math``: it casts inside, operation by operation."""
-
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        return _attend_by_math(*args, casts=casts, **kwargs)
-
-    return {"scaled_dot_product_attention": attend}
+    return _run_cell(tokens, [hidden], w_ih, w_hh, b_ih, b_hh)[0]
 
 
 @contextmanager
-def cuda_kernels(*, attention: str, casts: Casts | None = None) -> Iterator[None]:
-    """Put CUDA's paths in place of a CPU's, for the whole process, while the block runs under a ``Trace``.
+def cuda_kernels(*, casts: Casts | None = None) -> Iterator[None]:
+    """Put CUDA's paths in place of a CPU's while the block runs under an ``OperationRecorder``.
 
-    Gradients are made as if for training; one thread at a time gets in.
+    Gradients are made as if for training. ``casts`` are those of ``cuda_autocast``, None in fp32.
     """
-    kernels = {
-        "scaled_dot_product_attention": _attend_fused if attention == "fused" else _attend_by_math,
+    kernels: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": _attend,
         "dropout": _drop,
         "lstm_cell": _lstm_cell,
         "gru_cell": _gru_cell,
@@ -368,14 +266,5 @@ def cuda_kernels(*, attention: str, casts: Casts | None = None) -> Iterator[None
         **_make_layers("rnn_tanh", casts),
         **_make_layers("rnn_relu", casts),
     }
-    with WALKING:
-        library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        try:
-            with warnings.catch_warnings():
-                # torch warns that kernels of its own are overridden, which is the purpose here
-                warnings.simplefilter("ignore", UserWarning)
-                for name, kernel in kernels.items():
-                    library.impl(name, kernel, "AutogradCPU")  # type: ignore[no-untyped-call]
-            yield
-        finally:
-            library._destroy()  # type: ignore[no-untyped-call]
+    with replace_kernels(kernels, "AutogradCPU"):
+        yield

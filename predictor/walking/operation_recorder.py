@@ -1,4 +1,4 @@
-"""Record every operation that torch dispatches while a block runs, and the memory that lives meanwhile."""
+"""Record every operation that torch dispatches while a block runs, and how many bytes of tensors live meanwhile."""
 
 import warnings
 import weakref
@@ -12,33 +12,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from precision_time.predictor.walking.cuda_kernels import IMITATED, imitate
 from precision_time.predictor.walking.operations import Operation, Rule, find_rule, measure_operation
 
-__all__ = ["Trace"]
+__all__ = ["OperationRecorder"]
 
 _DEVICE = torch.ops.prim.device.default
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The ``operations`` dispatched so far, and how many bytes of the storages made meanwhile lived after each call.
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the ``operations`` dispatched so far, and the bytes of new storages that were alive after each call.
 
-    ``known`` are tensors whose storages do not count: parameters, buffers and the batch. A product-like operation
-    without a rule for its FLOPs is named in one warning.
+    ``existing`` tensors do not count as new: parameters, buffers and the batch. An operation that looks like a matrix
+    product and has no rule for its FLOPs is named in one warning.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.live_bytes = 0
         self.living_bytes: list[int] = []
-        self.unknown: set[str] = set()
-        self._held = list(known)
-        self._ignored = {tensor.untyped_storage()._cdata for tensor in self._held}
+        self._warned: set[str] = set()
+        self._existing = list(existing)  # held, so that no new storage gets the id of one of theirs
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in self._existing}
         self._living: dict[int, Any] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked so often that the way through the fake mode would be felt
+            return args[0].fake_device  # a short cut: it is asked very often, and the way through the fake mode is slow
         rule = find_rule(func)
         if rule.name in IMITATED:
             result = imitate(rule.name, args, kwargs or {})
@@ -68,11 +68,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if place not in self._living and place not in self._ignored:
                     self._watch(storage, place)
         self.living_bytes.append(self.live_bytes)
-        # Asking the storage finds every view, also those that the schema does not call one (_unsafe_view, reshape).
+        # The storage shows every view, also those that the schema does not call a view (_unsafe_view, reshape).
         if rule.allocates_only or not (rule.mutable or fresh):
             return
-        if not rule.known and rule.name not in self.unknown:
-            self.unknown.add(rule.name)
+        if not rule.known and rule.name not in self._warned:
+            self._warned.add(rule.name)
             warnings.warn(f"{rule.name} has no rule for its FLOPs and counts as none", RuntimeWarning, stacklevel=2)
         self.operations.append(measure_operation(rule, args, inputs=inputs, outputs=outputs, shared=shared))
 
@@ -87,11 +87,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._living[place] = weakref.ref(storage, free)
 
 
-def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+def _collect(values: Iterable[Any], tensors: list[torch.Tensor]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
-            # a sparse gradient of an embedding is made of tensors that live already
+            # a sparse gradient of an embedding consists of tensors that live already
             if value.layout == torch.strided:
-                found.append(value)
+                tensors.append(value)
         elif isinstance(value, list | tuple):
-            _collect(value, found)
+            _collect(value, tensors)

@@ -1,4 +1,4 @@
-"""What one dispatched operation of torch is and moves: its family, number format, FLOPs, dimensions and bytes."""
+"""Measure one dispatched operation of torch: its family, number format, FLOPs, dimensions and bytes."""
 
 import math
 import re
@@ -9,30 +9,27 @@ import torch
 
 __all__ = ["GATHERED", "Operation", "count_elements", "find_rule", "measure_operation"]
 
-#: FLOPs, the dimensions that a tensor core sees, and the family if the name does not tell it.
+#: FLOPs, the dimensions that a tensor core sees, and the family.
 Product = tuple[float, tuple[int, ...], str]
 
-#: A flash kernel keeps no score matrix: its backward makes it again and then takes four products (5 for 2).
+#: A flash kernel keeps no score matrix. Its backward pass computes the matrix again and then four products: 5 for 2.
 FLASH_BACKWARD_RATIO = 2.5
 
-#: Operations that read of their table only as much as they give out.
+#: Operations that read only as much of their table as they return.
 GATHERED = {"aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::nll_loss_forward"}
-#: Those that sum what they look up: one row of the table for each index.
+#: Operations that sum the rows they look up: they read one row of the table for each index.
 POOLED = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"}
 
 #: Operations that overwrite their first argument without reading it.
 OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}
 
-#: Names (without namespace, ``_backward`` and a last underscore) of each family; the first pattern that fits wins and
-#: what fits none is elementwise.
+#: The family of an operation by its name without namespace, ``_backward`` and last underscore. The first pattern that
+#: fits wins; an operation that fits none is elementwise.
 FAMILY_PATTERNS = tuple(
     (family, re.compile(pattern))
     for family, pattern in (
         ("normalization", r".*(batch_norm|layer_norm|group_norm|rms_norm|weight_norm).*"),
-        (
-            "softmax",
-            r".*(softmax|logsumexp|_loss|cross_entropy|kl_div).*",
-        ),
+        ("softmax", r".*(softmax|logsumexp|_loss|cross_entropy|kl_div).*"),
         ("pooling", r".*(pool|upsample|grid_sampler|interpolate).*"),
         (
             "gather",
@@ -54,14 +51,14 @@ FAMILY_PATTERNS = tuple(
     )
 )
 
-#: A name like these without a rule for its FLOPs is a product that the walk would miss.
+#: An operation with a name like these and no rule for its FLOPs is a product that the walk would miss.
 PRODUCT_LIKE = re.compile(r"attention|(^|_)(b?mm|addmm|mv|matmul|linear|einsum|trilinear)(_|$)|conv|lstm|gru|rnn")
-#: They only look like products.
+#: Operations whose names only look like products.
 NO_PRODUCTS = {"im2col", "col2im", "logaddexp", "linear_backward", "upsample_linear1d", "upsample_bilinear2d"}
 
 
 class Operation:
-    """One launched operation as a walk keeps it; ``dimensions`` are those of a product and empty for all others."""
+    """One launched operation; ``dimensions`` are those of a product and empty for all others."""
 
     __slots__ = ("bytes", "dimensions", "family", "flops", "fused", "name", "narrow", "scores", "serial_steps")
 
@@ -72,7 +69,7 @@ class Operation:
 
 
 class Rule:
-    """What the name and the schema of an operation tell before any call."""
+    """How to count an operation, as far as its name and schema say before any call."""
 
     __slots__ = ("allocates_only", "base", "family", "free", "known", "mutable", "name", "product", "writes_only")
 
@@ -84,7 +81,7 @@ class Rule:
         self.allocates_only = "empty" in self.name
         self.base = self.name.rpartition("::")[2]
         stem = self.base.removesuffix("_backward").rstrip("_")
-        self.family = next((family for family, known in FAMILY_PATTERNS if known.fullmatch(stem)), "elementwise")
+        self.family = next((family for family, pattern in FAMILY_PATTERNS if pattern.fullmatch(stem)), "elementwise")
         self.product = PRODUCTS.get(self.name)
         self.writes_only = self.name.endswith("_like") or self.name.startswith("aten::new_")
         self.known = (
@@ -107,7 +104,7 @@ def find_rule(func: Any) -> Rule:
 
 
 def count_elements(tensor: torch.Tensor) -> int:
-    """Elements in memory: a dimension of stride 0 repeats the same ones."""
+    """Elements in memory; a dimension of stride 0 repeats the same elements and counts once."""
     strides = tensor.stride()
     if 0 not in strides:
         return tensor.numel()
@@ -117,11 +114,11 @@ def count_elements(tensor: torch.Tensor) -> int:
 def measure_operation(
     rule: Rule, args: tuple[Any, ...], *, inputs: list[torch.Tensor], outputs: list[torch.Tensor], shared: bool
 ) -> Operation:
-    """Measure one call: ``inputs`` and ``outputs`` are the tensors of its arguments and results in their order.
+    """Measure one call; ``inputs`` and ``outputs`` are the tensors of its arguments and results in their order.
 
     Bytes are what it reads of its distinct inputs and writes to its distinct outputs. ``shared`` says that two of the
-    tensors may be one. FLOPs count 2 per multiply-add, of products alone. An operation is narrow by the format of its
-    first floating tensor, a cast by that of its result.
+    tensors may be the same one. FLOPs count 2 per multiply-add, of products alone. An operation is narrow when its
+    first floating-point tensor is of 16 bit or less, a cast when its result is.
     """
     if shared:
         outputs = _distinct(outputs)
@@ -183,7 +180,7 @@ def _is_narrow(tensors: list[torch.Tensor]) -> bool:
     return False
 
 
-# Products: (arguments, results) -> FLOPs, dimensions, family.
+# Rules of products: (arguments, results) -> FLOPs, dimensions, family.
 
 
 def _of_left(place: int) -> Callable[[tuple[Any, ...], list[torch.Tensor]], Product]:
@@ -197,7 +194,7 @@ def _of_left(place: int) -> Callable[[tuple[Any, ...], list[torch.Tensor]], Prod
 
 
 def _of_addbmm(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
-    left, output = args[1], outputs[0]  # [batch, M, K]; sums over the batch too
+    left, output = args[1], outputs[0]  # left [batch, M, K]; the result sums over the batch too
     return 2.0 * output.numel() * left.shape[0] * left.shape[-1], (*output.shape, left.shape[-1]), "dense"
 
 
@@ -206,7 +203,7 @@ def _of_outer(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
 
 
 def _of_grouped(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
-    """Every row meets one group, so the groups share 2 rows K N; of [M, rows] and [rows, N] each group gives [M, N]."""
+    """Each row meets one group: all groups take 2 rows K N. From [M, rows] and [rows, N] each group gives [M, N]."""
     left, right = args[:2]
     if left.dim() == right.dim() == 2:
         return 2.0 * left.numel() * right.shape[-1], (left.shape[0], right.shape[-1]), "dense"
@@ -229,11 +226,12 @@ def _of_trilinear(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product
 def _convolve(
     image: torch.Tensor, weight: torch.Tensor, *, output: torch.Tensor, transposed: bool, groups: int
 ) -> Product:
-    """weight [out, in / groups, ...] (transposed: [in, out / groups, ...]), so the groups are in its shape."""
+    """FLOPs by the weight [out, in / groups, ...], or [in, out / groups, ...] when ``transposed``."""
     flops = 2.0 * (image if transposed else output).numel() * math.prod(weight.shape[1:])
-    own, other = weight.shape[0] // groups, weight.shape[1]
-    family = "convolution" if groups == 1 else "depthwise" if (own if transposed else other) == 1 else "grouped"
-    return flops, (own, other), family
+    first, second = weight.shape[0] // groups, weight.shape[1]
+    inputs_per_group = first if transposed else second
+    family = "convolution" if groups == 1 else "depthwise" if inputs_per_group == 1 else "grouped"
+    return flops, (first, second), family
 
 
 def _of_convolution(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
@@ -241,7 +239,7 @@ def _of_convolution(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Produ
 
 
 def _of_convolution_backward(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
-    """The gradients of input and weight each take the products of the forward pass; that of the bias takes none."""
+    """The gradients of input and weight each take the products of the forward pass; the bias gradient takes none."""
     gradient, image, weight = args[:3]
     flops, dimensions, family = _convolve(image, weight, output=gradient, transposed=args[7], groups=args[9])
     return flops * args[10][:2].count(True), dimensions, family
@@ -263,10 +261,6 @@ def _of_attention_backward(args: tuple[Any, ...], outputs: list[torch.Tensor]) -
     return FLASH_BACKWARD_RATIO * flops, dimensions, family
 
 
-def _of_attention_product(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
-    return *_of_left(0)(args, outputs)[:2], "attention"
-
-
 def _of_recurrent(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
     """One layer: input [..., in], weights of each direction [gates, in] and [gates, hidden], then biases."""
     tokens, matrices = args[0], [weight for weight in args[1] if weight.dim() == 2]
@@ -277,9 +271,9 @@ def _of_recurrent(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product
 def _of_recurrent_backward(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
     flops, dimensions, family = _of_recurrent(args, outputs)
     tokens, weights, _, directions, input_gradient = args[:5]
-    # The first layer of a network owes its input no gradient.
-    unowed = 0.0 if input_gradient else 2.0 * math.prod(tokens.shape[:-1]) * directions * weights[0].numel()
-    return 2.0 * flops - unowed, dimensions, family
+    # The first layer of a network computes no gradient of its input.
+    spared = 0.0 if input_gradient else 2.0 * math.prod(tokens.shape[:-1]) * directions * weights[0].numel()
+    return 2.0 * flops - spared, dimensions, family
 
 
 def _of_nothing(args: tuple[Any, ...], outputs: list[torch.Tensor]) -> Product:
@@ -307,7 +301,6 @@ PRODUCTS: dict[str, Callable[[tuple[Any, ...], list[torch.Tensor]], Product]] = 
     },
     "precision_time::attention": _of_attention,
     "precision_time::attention_backward": _of_attention_backward,
-    "precision_time::attention_product": _of_attention_product,
     "precision_time::recurrent": _of_recurrent,
     "precision_time::recurrent_backward": _of_recurrent_backward,
     "precision_time::cell": _of_nothing,
@@ -315,7 +308,7 @@ PRODUCTS: dict[str, Callable[[tuple[Any, ...], list[torch.Tensor]], Product]] = 
 }  # fmt: skip
 
 
-# What a kernel moves or waits for beyond its arguments and results.
+# What a kernel moves or waits for beside its arguments and results.
 
 
 def _add_nothing(operation: Operation, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
@@ -326,18 +319,13 @@ def _add_scores(operation: Operation, args: tuple[Any, ...], outputs: list[torch
     operation.scores = float(math.prod(args[0].shape[:-1]) * args[1].shape[-2])
 
 
-def _add_product_scores(operation: Operation, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
-    if args[2]:
-        operation.scores = float(outputs[0].numel())
-
-
 def _add_steps(operation: Operation, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
-    """The recurrent weights are read again at every step; gates are written by one product and read by the next."""
+    """Every step reads the recurrent weights again; gates are written by one product and read by the next."""
     tokens, weights, _, directions, _, steps = args[:6]
     matrices = [weight.numel() for weight in weights if weight.dim() == 2]
-    again = (steps - 1) * (sum(matrices) - directions * matrices[0])
+    weights_again = (steps - 1) * (sum(matrices) - directions * matrices[0])
     gates = 2 * math.prod(tokens.shape[:-1]) * directions * weights[0].shape[0]
-    operation.bytes += (again + gates) * tokens.element_size()
+    operation.bytes += (weights_again + gates) * tokens.element_size()
     if operation.name == "precision_time::recurrent":
         operation.serial_steps = float(steps)
 
@@ -352,7 +340,6 @@ EXTRAS: dict[str, Callable[[Operation, tuple[Any, ...], list[torch.Tensor]], Non
         for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     },
     "precision_time::attention": _add_scores,
-    "precision_time::attention_product": _add_product_scores,
     "precision_time::recurrent": _add_steps,
     "precision_time::recurrent_backward": _add_steps,
     "precision_time::cell": _add_step,

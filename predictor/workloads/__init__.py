@@ -1,1 +1,1 @@
-"""What is trained: named networks with their walks and size cards, read without torch."""
+"""Workloads: named networks with their walks and size cards, read without torch."""

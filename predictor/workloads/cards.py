@@ -1,84 +1,21 @@
-"""Family and size card of a model by name: what network it is, and what its parameters and one forward pass weigh."""
+"""The size card of a model by its name: its parameters and the work of one forward pass."""
 
-import csv
 import functools
 import math
-import re
 from dataclasses import dataclass, fields, replace
-from importlib import resources
 from typing import Any
 
+from precision_time.predictor.shipped import shipped_rows
+from precision_time.predictor.workloads.families import Family, find_family
+from precision_time.predictor.workloads.input_sizes import read_image_side, read_sequence_length
 from precision_time.storage.errors import InputError, IntegrityError
 
-__all__ = ["KINDS", "Card", "Family", "find_card", "find_family", "guess_kind", "listed_models", "transformer_flops"]
-
-#: What a model does and is made of; the coarse level above the family.
-KINDS = (
-    "cnn",
-    "vision_transformer",
-    "hybrid_vision",
-    "mlp_vision",
-    "detection",
-    "segmentation",
-    "language_encoder",
-    "language_decoder",
-    "mixture_of_experts",
-    "sequence_to_sequence",
-    "recurrent",
-    "speech",
-    "recommendation",
-    "diffusion",
-    "graph",
-    "tabular/other",
-)
+__all__ = ["Card", "find_card", "listed_models", "transformer_flops"]
 
 #: Kinds whose work grows with the area of the input image.
 _IMAGE_KINDS = frozenset(
     {"cnn", "vision_transformer", "hybrid_vision", "mlp_vision", "detection", "segmentation", "diffusion"}
 )
-
-#: For names that ``data/families.csv`` does not list: of each kind, its families with the patterns that tell them
-#: (the family's own name always does).
-_PATTERNS: dict[str, str] = {
-    "cnn": "resnet:resnext,senet resnetv2 resnest res2net:res2next tresnet regnet efficientnet convnext convmixer"
-    " mobilenet:mobilefacenet mnasnet:spnasnet densenet cspnet:cspdarknet,cspresne,cs3,darknet vgg inception xception"
-    " shufflenet squeezenet dla dpn hrnet vovnet repvgg nasnet amoebanet mixnet ghostnet rexnet fbnet gernet"
-    " hardcorenas lcnet tinynet selecsls gpunet",
-    "hybrid_vision": "attention_resnet:botnet,botnext,halonet,halonext,lambda_resnet mobilevit levit convit poolformer"
-    " edgenext visformer sequencer",
-    "vision_transformer": "vit:deit,beit swin cait volo twins tnt pit nest",
-    "mlp_vision": "mixer resmlp gmlp",
-    "detection": "rcnn:faster_rcnn,mask_rcnn,keypoint_rcnn,cascade_rcnn,detectron,panoptic_fpn,rpn retinanet"
-    " ssd:ssd_resnet efficientdet",
-    "segmentation": "unet:nnunet vnet deeplab",
-    "language_encoder": "bert electra",
-    "language_decoder": "gpt mpt llama nemotron transformer_xl:transformerxl",
-    "mixture_of_experts": "mixtral qwen_moe:qwen3_moe,qwen3_30b_a3b,qwen3_235b_a22b deepseek:kimi gpt_oss"
-    " nemotron_h:nemotron_3",
-    "sequence_to_sequence": "t5:mt5 transformer",
-    "recurrent": "gnmt lstm gru",
-    "speech": "tacotron waveglow hifigan fastspeech:fastpitch jasper:quartznet wav2vec2",
-    "recommendation": "dlrm:dcnv2 ncf vae_cf",
-    "diffusion": "stable_diffusion imagen",
-    "graph": "moflow se3_transformer",
-    "tabular/other": "tft mlp",
-}
-_SHORT_PATTERN = 3
-
-
-#: Recurrent layers with less of the FLOPs leave a network what it otherwise is.
-_RECURRENT_SHARE = 0.1
-#: Above this much of the FLOPs in convolutions a network with attention is a hybrid, not a transformer.
-_HYBRID_SHARE = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """The architecture family of a model, its kind (one of ``KINDS``), and the one name its network goes by here."""
-
-    family: str
-    kind: str
-    canonical: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +23,9 @@ class Card:
     """Sizes of one model at one input; ``None`` = not known.
 
     FLOPs count 2 per multiply-add of the forward pass of one sample, attention scores in full (not halved for a
-    causal mask). What one sample is (image, sequence, sentence pair, token, record) stands in ``how_known`` where
-    it is not an image or a sequence. ``active_params`` is what one token passes through, ``ffn_size`` is that of
-    one expert where there are experts.
+    causal mask). ``how_known`` also says what one sample is where it is neither an image nor a sequence (a sentence
+    pair, a token, a record). ``active_params`` are those that one token passes through; ``ffn_size`` is that of one
+    expert where there are experts.
     """
 
     model: str
@@ -133,25 +70,6 @@ _FLOAT = (
 )
 
 
-def _read_rows(name: str) -> list[dict[str, str]]:
-    text = resources.files("precision_time.predictor").joinpath(f"data/{name}").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
-def _fold(name: str) -> str:
-    return re.sub(r"[-. ]", "_", name.casefold())
-
-
-@functools.cache
-def _families() -> dict[str, Family]:
-    found: dict[str, Family] = {}
-    for row in _read_rows("families.csv"):
-        family = Family(family=row["family"], kind=row["kind"], canonical=row["canonical"])
-        found[row["model"]] = family
-        found.setdefault(_fold(row["model"]), family)
-    return found
-
-
 def _read_card(row: dict[str, str]) -> Card:
     values: dict[str, Any] = {}
     try:
@@ -173,102 +91,34 @@ def _read_card(row: dict[str, str]) -> Card:
 
 @functools.cache
 def _card_rows() -> dict[str, list[dict[str, str]]]:
-    """Rows of models.csv by model, and under "network " with the canonical name all rows of one network."""
-    found: dict[str, list[dict[str, str]]] = {}
-    families = _families()
-    for row in _read_rows("models.csv"):
-        found.setdefault(row["model"], []).append(row)
-        if family := families.get(row["model"]):
-            found.setdefault(f"network {family.canonical}", []).append(row)
-    return found
+    """Rows of models.csv by model, and all rows of a network under "network " and its canonical name."""
+    rows_of: dict[str, list[dict[str, str]]] = {}
+    for row in shipped_rows("models.csv"):
+        rows_of.setdefault(row["model"], []).append(row)
+        if family := find_family(row["model"]):
+            rows_of.setdefault(f"network {family.canonical}", []).append(row)
+    return rows_of
 
 
 def listed_models() -> set[str]:
-    """Every name that has a card of its own."""
+    """Every name with a card of its own."""
     return {name for name in _card_rows() if not name.startswith("network ")}
-
-
-@functools.cache
-def _patterns() -> list[tuple[str, str, str]]:
-    """Pattern, family and kind, one a pattern."""
-    told = []
-    for kind, families in _PATTERNS.items():
-        for entry in families.split():
-            family, _, more = entry.partition(":")
-            told += [(pattern, family, kind) for pattern in (family, *more.split(",")) if pattern]
-    return told
-
-
-def find_family(model: str) -> Family | None:
-    """The family of ``model``: as listed, else guessed from its name, else ``None``.
-
-    The guess takes a pattern at the start of the name before one inside it, and a longer before a shorter one.
-    """
-    families = _families()
-    folded = _fold(model)
-    if listed := families.get(model) or families.get(folded):
-        return listed
-    found = [
-        (folded.startswith(pattern), len(pattern), family, kind)
-        for pattern, family, kind in _patterns()
-        if folded.startswith(pattern)
-        or f"_{pattern}" in folded
-        or (pattern in folded and len(pattern) > _SHORT_PATTERN)
-    ]
-    if not found:
-        return None
-    *_, name, kind = max(found)
-    return Family(family=name, kind=kind, canonical=folded)
-
-
-def guess_kind(
-    *, convolution_share: float, attends: bool, recurrent_share: float = 0.0, takes_tokens: bool = False
-) -> str:
-    """One of ``cards.KINDS`` by what the forward FLOPs are spent on; a guess, for networks that nobody named.
-
-    ``attends`` says whether there is attention at all: it is a few percent of the FLOPs of most transformers.
-    Whether a language model sees what comes after a token cannot be told from counts: it passes for an encoder.
-    """
-    if attends:
-        if takes_tokens:
-            return "language_encoder"
-        return "vision_transformer" if convolution_share < _HYBRID_SHARE else "hybrid_vision"
-    if recurrent_share > _RECURRENT_SHARE:
-        return "recurrent"
-    return "cnn" if convolution_share >= _HYBRID_SHARE else "tabular/other"
-
-
-def _image_side(task_input: str) -> float | None:
-    """Side in pixels of the square with the area of the image in ``task_input``; ``None`` for volumes and no image."""
-    sizes = [[int(n) for n in size.split("x")] for size in re.findall(r"\d+(?:x\d+)+", task_input)]
-    if sizes:
-        size = sizes[0]
-        return math.sqrt(size[0] * size[1]) if len(size) == 2 or size[2] <= 4 else None
-    numbers = [int(number) for number in re.findall(r"(?<![\dA-Za-z])\d{2,}(?![\dA-Za-z])", task_input)]
-    if len(numbers) == 2 and "side" in task_input:
-        return math.sqrt(numbers[0] * numbers[1])
-    return float(numbers[0]) if len(numbers) == 1 else None
-
-
-def _sequence_length(task_input: str) -> int | None:
-    found = re.search(r"^(\d+)$|(?:seq(?:uence)?(?:_len\w*)?|tgt_len)\W*(\d+)", task_input)
-    return int(found[1] or found[2]) if found else None
 
 
 def transformer_flops(card: Card, sequence_length: int, *, causal: bool = False) -> float:
     """Forward FLOPs of one sequence of ``sequence_length`` tokens: dense products plus attention scores and values.
 
-    Attention is counted in full, as an operation counter does; ``causal`` halves it, as fused causal kernels run
-    it and Megatron-Bridge reports it. Raises ``InputError`` for a card without transformer sizes.
+    Attention counts in full, as operation counters have it; ``causal`` halves it, as fused causal kernels run it and
+    Megatron-Bridge reports it. Raises ``InputError`` for a card without transformer sizes.
     """
     if not sequence_length > 0:
-        raise InputError("a sequence has no tokens", got=sequence_length, expected="a positive length")
+        raise InputError("the sequence has no tokens", got=sequence_length, expected="a positive length")
     if card.matmul_params is None:
         raise InputError(
             f"the card of {card.model} has no transformer sizes",
             got="no matmul_params",
             expected="a transformer",
-            fix="use forward_flops_per_sample",
+            fix="use the card's forward_flops_per_sample",
         )
     width = (card.heads or 0) * (card.head_size or 0)
     attention = 4.0 * sequence_length**2 * width * (card.attention_layers or 0)
@@ -280,7 +130,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _at_sequence(card: Card, task_input: str) -> Card:
-    length = _sequence_length(task_input) or card.sequence_length
+    length = read_sequence_length(task_input) or card.sequence_length
     if length is None or card.sequence_length is None:
         return card
     factor = length / card.sequence_length
@@ -301,10 +151,10 @@ def _at_sequence(card: Card, task_input: str) -> Card:
 
 
 def _at_image(card: Card, family: Family, task_input: str) -> Card:
-    side, known = _image_side(task_input), _image_side(card.task_input)
-    if side is None or known is None or side == known:
+    side, card_side = read_image_side(task_input), read_image_side(card.task_input)
+    if side is None or card_side is None or side == card_side:
         return card
-    area = (side / known) ** 2
+    area = (side / card_side) ** 2
     share = card.attention_share or 0.0
     # Attention over all patches grows with the square of the area; windowed attention does not.
     attention = share * (area if family.family == "vit" else 1.0)
@@ -318,18 +168,18 @@ def _at_image(card: Card, family: Family, task_input: str) -> Card:
 
 
 def _distance(row: dict[str, str], task_input: str) -> float:
-    """How far the card's image is from the asked one, as a log ratio of sides; 0 where one of them names no size."""
-    side, known = _image_side(task_input), _image_side(row["task_input"])
-    return abs(math.log(side / known)) if side and known else 0.0
+    """How far the card's image is from ``task_input``, as a log ratio of sides; 0 where either names no size."""
+    side, card_side = read_image_side(task_input), read_image_side(row["task_input"])
+    return abs(math.log(side / card_side)) if side and card_side else 0.0
 
 
 @functools.lru_cache(maxsize=4096)
 def find_card(model: str, task_input: str = "") -> Card | None:
     """The card of ``model`` at ``task_input``, scaled from the nearest known input; ``None`` for an unknown model.
 
-    A name without a card of its own gets that of the same network under another name. Convolutional nets scale
-    with the area of the image, transformers for language by ``transformer_flops`` at the sequence length that
-    ``task_input`` tells (the card's own where it tells none).
+    A name without a card of its own gets the card of the same network under another name. Networks for images scale
+    with the area of the image, transformers for language by ``transformer_flops`` at the sequence length of
+    ``task_input`` (without one, that of the card).
     """
     family = find_family(model)
     if family is None:
@@ -339,11 +189,7 @@ def find_card(model: str, task_input: str = "") -> Card | None:
         return None
     nearest = min(
         rows,
-        key=lambda row: (
-            row["task_input"] != task_input,
-            _distance(row, task_input),
-            row["model"] != family.canonical,
-        ),
+        key=lambda row: (row["task_input"] != task_input, _distance(row, task_input), row["model"] != family.canonical),
     )
     card = _read_card(nearest)
     return _at_image(card, family, task_input) if family.kind in _IMAGE_KINDS else _at_sequence(card, task_input)

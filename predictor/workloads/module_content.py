@@ -1,4 +1,4 @@
-"""What a module is, as text to hash: its structure, settings and code; torch is not needed to read it."""
+"""The content of a module as text to hash: structure, settings and code; read without importing torch."""
 
 import enum
 import functools
@@ -14,13 +14,13 @@ from typing import Any
 
 __all__ = ["describe_module", "describe_value"]
 
-#: Containers are read so far; what is longer, or nested deeper, is told by its type and length.
+#: Limits on reading containers; longer or deeper ones are described by type and length alone.
 _MOST_ITEMS = 1000
 _DEEPEST = 6
 _MOST_VALUES = 100_000
 _MOST_FILES = 500
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-#: What ``torch.nn.Module`` itself keeps; read through its own methods, or of no consequence for a walk.
+#: Attributes of ``torch.nn.Module`` that are read by its own methods, or do not matter to a walk.
 _BOOKKEEPING = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 
 
@@ -38,14 +38,14 @@ def _describe_tensor(tensor: Any) -> str:
 
 
 class _Reader:
-    """Turns values into text; an object met again, in a circle too, is told by its first text."""
+    """Turns values into text; an object met again, in a circle too, gets the text of the first time."""
 
     def __init__(self) -> None:
-        self.met: dict[int, str] = {}
-        self.left = _MOST_VALUES
+        self.texts: dict[int, str] = {}
+        self.values_left = _MOST_VALUES
 
     def read(self, value: Any, *, depth: int = 0) -> str:
-        self.left -= 1
+        self.values_left -= 1
         if value is None or isinstance(value, bool | int | float | complex | enum.Enum):
             return repr(value)
         if isinstance(value, str | bytes):
@@ -59,7 +59,7 @@ class _Reader:
             return f"module {value.__name__}"
         if hasattr(value, "named_parameters"):
             return f"module {_name(type(value))}"
-        if depth >= _DEEPEST or self.left < 0:
+        if depth >= _DEEPEST or self.values_left < 0:
             return f"{_name(type(value))} {len(value) if isinstance(value, Sized) else ''} below"
         if isinstance(value, Mapping):
             items = [(str(key), self.read(item, depth=depth + 1)) for key, item in _first(value.items())]
@@ -80,25 +80,26 @@ class _Reader:
         function = getattr(function, "__func__", function)
         if not hasattr(function, "__code__"):
             return _name(function)
-        given = self.read((function.__defaults__, function.__kwdefaults__), depth=depth + 1)
+        defaults = self.read((function.__defaults__, function.__kwdefaults__), depth=depth + 1)
         cells = []
         for cell in function.__closure__ or ():
             try:
                 cells.append(self.read(cell.cell_contents, depth=depth + 1))
             except ValueError:  # not filled yet
                 cells.append("empty")
-        return f"{_name(function)} {_hash_code(function.__code__)} {given} {cells} {_hash_sources(function.__module__)}"
+        code = f"{_hash_code(function.__code__)} {defaults} {cells} {_hash_sources(function.__module__)}"
+        return f"{_name(function)} {code}"
 
     def _read_object(self, value: Any, *, depth: int) -> str:
-        if id(value) in self.met:
-            return self.met[id(value)]
-        self.met[id(value)] = _name(type(value))
+        if id(value) in self.texts:
+            return self.texts[id(value)]
+        self.texts[id(value)] = _name(type(value))
         attributes = getattr(value, "__dict__", None)
         if attributes:
             text = f"{_name(type(value))} {self.read(attributes, depth=depth + 1)}"
         else:
             text = f"{_name(type(value))} {_ADDRESS.sub('', repr(value))[:_MOST_ITEMS]}"
-        self.met[id(value)] = text
+        self.texts[id(value)] = text
         return text
 
 
@@ -107,8 +108,8 @@ def _first(values: Iterable[Any]) -> list[Any]:
 
 
 def describe_value(value: Any) -> str:
-    """``value`` as text that equal values share: numbers and text as they are, tensors by shape and format, functions
-    by their code and the files it leans on, other objects by class and attributes.
+    """``value`` as text, the same for equal values: numbers and text as they are, tensors by shape and format,
+    functions by their code and the files it uses, other objects by class and attributes.
     """
     return _Reader().read(value)
 
@@ -142,16 +143,17 @@ def _hash_file(path: Path, modified_ns: int, size: int) -> str:
 
 
 def _hash_sources(name: str | None) -> str:
-    """The files that the code of module ``name`` stands in: its own, and those of a user that it leans on.
+    """Hash of the file of module ``name`` and of the user's files that it imports from.
 
-    A class may call functions of its file and of others; installed packages are told by their own file alone.
+    A class may call functions of its own file and of others. The files that installed packages import from are left
+    out.
     """
-    digest, waiting, seen = hashlib.sha256(), [name or ""], set[str]()
-    while waiting and len(seen) < _MOST_FILES:
+    digest, waiting, visited = hashlib.sha256(), [name or ""], set[str]()
+    while waiting and len(visited) < _MOST_FILES:
         current = waiting.pop()
-        if current in seen or current.partition(".")[0] in ("torch", "builtins"):
+        if current in visited or current.partition(".")[0] in ("torch", "builtins"):
             continue
-        seen.add(current)
+        visited.add(current)
         file = _source_file(current)
         if file is None:
             continue
@@ -163,12 +165,12 @@ def _hash_sources(name: str | None) -> str:
             value.__name__ if isinstance(value, types.ModuleType) else str(getattr(value, "__module__", "") or "")
             for value in list(vars(sys.modules[current]).values())
         }
-        waiting += sorted(used - seen, reverse=True)
+        waiting += sorted(used - visited, reverse=True)
     return digest.hexdigest()
 
 
 def _describe_class(kind: type) -> Iterator[str]:
-    """The code of a class and of those it derives from, up to torch's own."""
+    """The code of a class and of its bases, torch's own left out."""
     for base in kind.__mro__:
         if base is object or base.__module__.partition(".")[0] == "torch":
             continue
@@ -182,12 +184,12 @@ def _describe_class(kind: type) -> Iterator[str]:
 
 
 def describe_module(module: Any) -> Iterator[str]:
-    """A ``torch.nn.Module`` as text: every submodule's class, settings and code, every parameter's shape, format and
-    whether it is trained, and which of them are one and the same.
+    """A ``torch.nn.Module`` as text: class, settings and code of every submodule; shape, format and ``requires_grad``
+    of every parameter; and which of them are the same object.
 
-    Values of parameters and buffers are left out: they do not change what a walk counts.
+    Values of parameters and buffers are left out: they do not change the counts of a walk.
     """
-    known, reader = dict[int, str](), _Reader()
+    owners, reader = dict[int, str](), _Reader()
     classes: set[type] = set()
     for path, part in module.named_modules():
         yield f"{path} {_name(type(part))}"
@@ -196,18 +198,18 @@ def describe_module(module: Any) -> Iterator[str]:
             yield from _describe_class(type(part))
         try:
             yield str(part.extra_repr())
-        except Exception as error:  # the user's own code, which a walk may never call
+        except Exception as error:  # the user's own code may raise anything; a walk may never call it
             yield f"extra_repr {type(error).__name__}"
         for name, child in part._modules.items():
-            yield f"{name} is {'nothing' if child is None else known.setdefault(id(child), f'{path}.{name}')}"
+            yield f"{name} is {'nothing' if child is None else owners.setdefault(id(child), f'{path}.{name}')}"
         for kind in ("_parameters", "_buffers"):
             for name, tensor in getattr(part, kind).items():
                 if tensor is None:
                     yield f"{kind} {name} None"
                 else:
-                    owner = known.setdefault(id(tensor), f"{path}.{name}")
+                    owner = owners.setdefault(id(tensor), f"{path}.{name}")
                     yield f"{kind} {name} {_describe_tensor(tensor)} of {owner}"
         for name, value in vars(part).items():
             if name not in _BOOKKEEPING:
-                # hooks are kept under numbers that count all hooks of the process
+                # the keys of hooks count all hooks of the process
                 yield f"{name} {reader.read(list(value.values()) if name.endswith('_hooks') else value)}"

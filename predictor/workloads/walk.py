@@ -1,7 +1,7 @@
-"""Walk: what one forward and backward pass of a network does, by phase, family of operation and number format."""
+"""Walk: the counts of one forward and backward pass of a network, by phase, family of operation and number format."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -10,30 +10,31 @@ from precision_time.storage.errors import InputError
 __all__ = ["FORMATS", "OP_FAMILIES", "PHASES", "POLICIES", "READY_POINTS", "RIDGES", "OpCount", "Walk"]
 
 PHASES = ("forward", "backward")
-#: What a walk follows: everything in fp32, or 16-bit autocast as CUDA applies it (fp16 and bf16 cast alike).
+#: A walk follows one of these: everything in fp32, or 16-bit autocast as CUDA applies it (fp16 and bf16 cast alike).
 POLICIES = ("fp32", "amp")
 #: ``wide`` operations compute in fp32, ``narrow`` ones in a 16-bit format.
 FORMATS = ("wide", "narrow")
-#: ``convolution`` has one group; ``softmax`` includes losses; ``gather`` embeddings and indexing; ``pooling`` resizing;
-#: ``copy`` moves without arithmetic or a change of format, ``cast`` with one.
+#: ``convolution`` has one group; ``softmax`` includes losses, ``gather`` embeddings and indexing, ``pooling`` resizing;
+#: ``copy`` moves data without arithmetic, ``cast`` changes its format.
 OP_FAMILIES = (
     "dense", "convolution", "grouped", "depthwise", "attention", "recurrent", "normalization", "softmax",
     "elementwise", "reduction", "pooling", "gather", "cast", "copy",
 )  # fmt: skip
-#: Families of matrix products: what a tensor core computes.
+#: Families of matrix products, which tensor cores compute.
 PRODUCTS = ("dense", "convolution", "grouped", "depthwise", "attention", "recurrent")
-#: FLOPs per byte at which a walk knows its traffic operation by operation; V100 stands at 17 (fp32) and 139 (fp16).
+#: FLOPs per byte at which a walk holds the roofline summed over operations; a V100 has 17 in fp32 and 139 in fp16.
 RIDGES = (4.0, 16.0, 64.0, 256.0, 1024.0)
-#: Sixteenths of the gradient bytes at which a walk knows how much of the backward work is done.
+#: A walk holds the share of the backward work done at each sixteenth of the gradient bytes.
 READY_POINTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCount:
-    """Operations of one phase, family and format; a pass over B samples does ``x * B + x_fixed``.
+    """Operations of one phase, family and format; a pass over B samples takes ``x * B + x_fixed``.
 
-    FLOPs count 2 per multiply-add, of products alone. ``bytes`` are what each operation by itself reads and writes
-    (eager execution); ``fused`` those of products and gathers alone, as if a compiler merged all the rest into them.
+    FLOPs count 2 per multiply-add, of products alone. ``bytes`` are those that each operation by itself reads and
+    writes (eager execution); ``fused`` are those of products and gathers alone, as if a compiler merged all other
+    operations into them.
     """
 
     flops: float = 0.0
@@ -45,7 +46,7 @@ class OpCount:
     ops: float = 0.0
 
     def scale(self, factor: float) -> "OpCount":
-        """``factor`` times the work of each sample by the same operations on the same weights."""
+        """The same operations on the same weights with ``factor`` times the work of each sample."""
         return replace(self, flops=self.flops * factor, bytes=self.bytes * factor, fused=self.fused * factor)
 
 
@@ -57,17 +58,20 @@ Key = tuple[str, str, str]
 class Walk:
     """One forward pass with loss and one backward pass under one policy.
 
-    ``counts`` by (phase, family, format), a cast by the format it gives. ``roof_forward`` and ``roof_backward`` hold,
-    for each of ``RIDGES`` r (FLOPs per byte), the sum over operations of max(FLOPs / r, bytes) of one sample, weights
-    not counted: the roofline summed over operations, as traffic. ``saved`` bytes are kept from the forward for the
-    backward pass; ``peak`` is the most that lives at once beside parameters, buffers and the batch, gradients
-    included: at large batches as the backward pass starts, at small ones (``peak_small``) often as it ends; see
-    ``peak_at``. ``scores`` are the elements of all attention score matrices of a sample, written or not.
-    ``narrow_flops_share`` is of products with a dimension below 64 beside those that grow with the batch,
-    ``aligned_flops_share`` of those whose dimensions are all multiples of 8. ``serial_steps`` counts the products that
-    wait for the one before in recurrent layers. ``gradient_bytes`` and ``ready`` are of trained parameters, a shared
-    one counted once and a table of sparse gradients as nothing: ``ready`` holds the shares of the backward work
-    (max(FLOPs / 64, bytes) of one sample) done when 1/16, 2/16, ... of the gradient bytes are ready.
+    - ``counts`` by (phase, family, format); a cast counts under the format of its result.
+    - ``roof_forward`` and ``roof_backward``: for each r of ``RIDGES`` (FLOPs per byte), the sum over operations of
+      max(FLOPs / r, bytes) of one sample without weights: the roofline summed over operations, as bytes of traffic.
+    - ``saved``: bytes kept from the forward for the backward pass.
+    - ``peak``: most bytes alive at once beside parameters, buffers and the batch, gradients included. At large batches
+      that is the start of the backward pass, at small ones (``peak_small``) often its end; the larger one holds.
+    - ``scores``: elements of all attention score matrices of a sample, written or not.
+    - ``narrow_flops_share``: of products with a dimension below 64 that does not grow with the batch;
+      ``aligned_flops_share``: of products whose dimensions are all multiples of 8.
+    - ``serial_steps``: products in recurrent layers that wait for the one before.
+    - ``gradient_bytes``, ``gradient_tensors``: of trained parameters; a shared one counts once, a table with sparse
+      gradients has no bytes.
+    - ``ready``: shares of the backward work (max(FLOPs / 64, bytes) of one sample) done when 1/16, 2/16, ... of the
+      gradient bytes are ready.
     """
 
     counts: Mapping[Key, OpCount] = field(hash=False)
@@ -91,7 +95,7 @@ class Walk:
         wrong = [key for key in self.counts if not _is_key(key)]
         if wrong or not len(self.roof_forward) == len(self.roof_backward) == len(RIDGES):
             raise InputError(
-                "a walk is not usable",
+                "the walk is not usable",
                 got=f"counts of {wrong[0]}"
                 if wrong
                 else f"{len(self.roof_forward)} and {len(self.roof_backward)} ridges",
@@ -99,7 +103,7 @@ class Walk:
             )
         if len(self.ready) != READY_POINTS:
             raise InputError(
-                "a walk is not usable", got=f"{len(self.ready)} ready points", expected=f"{READY_POINTS} of them"
+                "the walk is not usable", got=f"{len(self.ready)} ready points", expected=f"{READY_POINTS} ready points"
             )
 
     def total(
@@ -107,38 +111,32 @@ class Walk:
         quantity: str,
         *,
         phase: str | None = None,
-        families: Iterable[str] | None = None,
+        families: Collection[str] | None = None,
         number_format: str | None = None,
     ) -> float:
-        """The sum of one quantity of ``OpCount`` over what is asked for; None asks for all."""
-        chosen = None if families is None else frozenset(families)
+        """The sum of one quantity of ``OpCount`` over a phase, families and a format; None means all."""
         return float(
             sum(
                 getattr(count, quantity)
-                for (its_phase, family, its_format), count in self.counts.items()
-                if (phase is None or its_phase == phase)
-                and (chosen is None or family in chosen)
-                and (number_format is None or its_format == number_format)
+                for key, count in self.counts.items()
+                if phase in (None, key[0])
+                and (families is None or key[1] in families)
+                and number_format in (None, key[2])
             )
         )
 
     def roof_at(self, ridge: float, *, phase: str) -> float:
-        """Bytes moved, or waited for, by one sample at ``ridge`` FLOPs per byte; linear in logs between known ones."""
-        known = self.roof_forward if phase == "forward" else self.roof_backward
+        """The roof of one sample in bytes at ``ridge`` FLOPs per byte; linear in logs between ``RIDGES``."""
+        roof = self.roof_forward if phase == "forward" else self.roof_backward
         if ridge <= RIDGES[0]:
             # bound by compute there, so in proportion to 1 / ridge
-            return known[0] * RIDGES[0] / ridge
+            return roof[0] * RIDGES[0] / ridge
         for index in range(1, len(RIDGES)):
             if ridge <= RIDGES[index]:
                 part = math.log(ridge / RIDGES[index - 1]) / math.log(RIDGES[index] / RIDGES[index - 1])
-                low, high = known[index - 1], known[index]
+                low, high = roof[index - 1], roof[index]
                 return low * float((high / low) ** part) if low > 0 else high
-        return known[-1]
-
-    def peak_at(self, samples: float) -> float:
-        """Bytes that live at once beside parameters, buffers and the batch, at most."""
-        large, small = self.peak * samples + self.peak_fixed, self.peak_small * samples + self.peak_small_fixed
-        return max(large, small)
+        return roof[-1]
 
     def ready_at(self, share: float) -> float:
         """Share of the backward work done when ``share`` of the gradient bytes are ready; linear between points."""
@@ -150,10 +148,11 @@ class Walk:
         return low + (place - below) * (self.ready[below] - low)
 
     def resize(self, factor: float, *, attention_factor: float) -> "Walk":
-        """The walk of ``factor`` times as large an input, on which attention takes ``attention_factor`` times as much.
+        """The walk at an input ``factor`` times as large, where attention takes ``attention_factor`` times the FLOPs.
 
-        Twice the tokens take twice the work of every operation and four times that of attention scores, whose traffic
-        in a fused kernel grows by the tokens alone (that of attention in plain operations is underestimated).
+        Twice the tokens take twice the work of every operation and four times the FLOPs of attention. The traffic of
+        attention in a fused kernel grows with the tokens alone; that of attention in plain operations, which grows
+        faster, is underestimated.
         """
         counts: dict[Key, OpCount] = {}
         for key, count in self.counts.items():
@@ -163,15 +162,15 @@ class Walk:
             counts[key] = grown
         flops = self.total("flops")
         growth = sum(count.flops for count in counts.values()) / flops if flops else factor
-        # products bound by compute grow with the FLOPs, the rest with the traffic
-        curves: dict[str, Any] = {
+        # the first ridge is bound by compute and grows with the FLOPs, the others with the traffic
+        roofs: dict[str, Any] = {
             name: tuple(value * (growth if index == 0 else factor) for index, value in enumerate(getattr(self, name)))
             for name in ("roof_forward", "roof_backward")
         }
         return replace(
             self,
             counts=counts,
-            **curves,
+            **roofs,
             saved=self.saved * factor,
             peak=self.peak * factor,
             peak_small=self.peak_small * factor,
@@ -180,7 +179,7 @@ class Walk:
         )
 
     def keep_weights(self, share: float) -> "Walk":
-        """The walk with ``share`` of what no sample adds to: where the other weights lie elsewhere."""
+        """The walk with ``share`` of the fixed parts, for a rank that holds only this share of the weights."""
         counts = {
             key: replace(
                 count,
@@ -194,7 +193,7 @@ class Walk:
         return replace(self, counts=counts, gradient_bytes=self.gradient_bytes * share, **fixed)
 
     def to_columns(self) -> dict[str, float]:
-        """Every number under a name of its own, zeros of ``counts`` left out; flat, for tables and JSON."""
+        """Every number by a name of its own, for tables and JSON; counts of zero are left out."""
         columns: dict[str, float] = {}
         for (phase, family, number_format), count in self.counts.items():
             for quantity in _QUANTITIES:
@@ -210,14 +209,14 @@ class Walk:
     def from_columns(cls, columns: Mapping[str, Any]) -> "Walk":
         """The inverse of ``to_columns``; absent counts are zero.
 
-        Raises ``InputError`` for what is missing or unknown.
+        Raises ``InputError`` for missing and for unknown columns.
         """
         counts: dict[Key, dict[str, float]] = {}
         try:
             for name, value in columns.items():
-                place = _COUNT_COLUMNS.get(name)
-                if place is not None:
-                    counts.setdefault(place[0], {})[place[1]] = float(value)
+                if name in _COUNT_COLUMNS:
+                    key, quantity = _COUNT_COLUMNS[name]
+                    counts.setdefault(key, {})[quantity] = float(value)
                 elif name not in _OTHER_COLUMNS:
                     raise KeyError(name)
             return cls(
@@ -229,7 +228,7 @@ class Walk:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                "a walk does not fit", got=repr(error), expected="the columns of Walk.to_columns"
+                "these columns are not a walk", got=repr(error), expected="the columns of Walk.to_columns"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Counts of modules kept by content in a folder of JSON files, so that the same module is walked once."""
+"""Keep counts of modules in a folder of JSON files by content, so that the same module is walked once."""
 
 import functools
 import hashlib
@@ -17,19 +17,20 @@ from precision_time.storage.filesystem import open_store
 
 __all__ = ["CountedModel", "counting_version", "hash_content", "recall_count", "remember_count"]
 
-#: Raised when what an entry holds changes its form.
+#: Raised when the form of an entry changes.
 _ENTRY_FORM = 1
-#: Entries that are kept; the oldest go first. At 20 kB each this is 20 MB.
+#: Entries to keep; the oldest go first. At 20 kB each this is 20 MB.
 _MOST_ENTRIES = 1000
-#: The files whose code decides what is counted: a change in one of them makes every earlier count another's.
+#: The files whose code decides the counts: after a change in one of them no earlier count is used.
 _COUNTING_FILES = ("walking/*.py", "workloads/walk.py", "workloads/workload.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedModel:
-    """What was counted of a model that somebody gave, and what of it the answer has to say.
+    """The counts of a user's model.
 
-    ``trainable_share`` is the share of the parameters that receive gradients; ``reasons`` say what was assumed.
+    ``trainable_share`` is the share of the parameters that receive gradients. ``reasons`` are the assumptions that the
+    answer has to name.
     """
 
     workload: WorkloadFeatures
@@ -46,7 +47,7 @@ class CountedModel:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CountedModel":
-        """The inverse of ``to_dict``; raises ``InputError``, ``KeyError``, ``TypeError`` for what does not fit."""
+        """The inverse of ``to_dict``; raises ``InputError``, ``KeyError`` or ``TypeError`` for other values."""
         return cls(
             workload=WorkloadFeatures.from_dict(values["workload"]),
             trainable_share=float(values["trainable_share"]),
@@ -55,7 +56,7 @@ class CountedModel:
 
 
 def hash_content(parts: Iterable[str]) -> str:
-    """SHA-256 over ``parts``, each with its length, so that no two lists of parts run together alike."""
+    """SHA-256 over ``parts``, each with its length, so that "ab", "c" and "a", "bc" differ."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -66,9 +67,9 @@ def hash_content(parts: Iterable[str]) -> str:
 
 @functools.cache
 def counting_version(*packages: str) -> str:
-    """What, beside the model, decides a count: the code that counts and the installed ``packages``.
+    """Hash of all that decides a count beside the model: the code that counts and the versions of ``packages``.
 
-    Read from the packages' metadata, so that nothing heavy is imported.
+    Versions come from the packages' metadata, so nothing heavy is imported.
     """
     parts = [f"form {_ENTRY_FORM}"]
     folder = Path(__file__).parents[1]
@@ -83,7 +84,7 @@ def counting_version(*packages: str) -> str:
 
 
 def recall_count(key: str) -> CountedModel | None:
-    """What was kept under ``key``; None for nothing, for a damaged entry, and where the folder cannot be read."""
+    """The count kept under ``key``; None for no entry, a damaged one, or a folder that cannot be read."""
     folder = cache_folder("walks")
     if folder is None:
         return None
@@ -96,7 +97,7 @@ def recall_count(key: str) -> CountedModel | None:
 
 
 def remember_count(key: str, counted: CountedModel) -> None:
-    """Keep ``counted`` under ``key`` and drop the oldest above 1,000; nothing where the folder is unwritable."""
+    """Keep ``counted`` under ``key`` and drop the oldest entries above 1,000; an unwritable folder is ignored."""
     folder = cache_folder("walks")
     if folder is None:
         return
@@ -105,7 +106,7 @@ def remember_count(key: str, counted: CountedModel) -> None:
         store.write_bytes(f"{key}.json", dump_json({"key": key, "model": counted.to_dict()}))
         _drop_oldest(folder)
     except (PrecisionTimeError, OSError):
-        # A cache is a convenience: the answer is the same without it.
+        # The answer is the same without the cache.
         return
 
 

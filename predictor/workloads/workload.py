@@ -1,60 +1,52 @@
-"""WorkloadFeatures: what one sample of a model costs, from a walk over the module or from a card of its sizes."""
+"""WorkloadFeatures: what training a model on one sample costs, from a walk of the module or a card of its sizes."""
 
 import functools
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib import resources
 from typing import Any
 
-from precision_time.predictor.workloads.cards import Card, Family, find_card, find_family, guess_kind, listed_models
+from precision_time.predictor.shipped import shipped_text
+from precision_time.predictor.workloads.cards import Card, find_card, listed_models
+from precision_time.predictor.workloads.families import ATTENTION_KINDS, find_family, guess_kind
+from precision_time.predictor.workloads.input_sizes import check_input
 from precision_time.predictor.workloads.walk import POLICIES, Walk
 from precision_time.predictor.workloads.zoo import SIZES, ZooEntry, ZooTable, find_entry, find_name, zoo_names
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["ATTENTION_KINDS", "WorkloadFeatures", "describe_card", "describe_entry", "describe_zoo", "find_workload",
+__all__ = ["WorkloadFeatures", "describe_card", "describe_entry", "describe_zoo", "find_workload",
            "known_workloads", "walked_fields"]  # fmt: skip
 
-#: Kinds of ``families.csv`` that are made of attention and dense products.
-ATTENTION_KINDS = frozenset(
-    {"vision_transformer", "language_encoder", "language_decoder", "mixture_of_experts", "sequence_to_sequence"}
-)
-
-#: What fp32 eager execution reads and writes in the forward pass, in bytes per byte of all outputs, per byte of the
-#: outputs of products alone, and per FLOP, each for where the one before it is not known; and the bytes of the backward
-#: pass over those. From the walks of the shipped cards: ResNet-18 and -50 (2.17, 7.3, 0.040; 1.4) for convolutions;
-#: ViT-B/16, BERT-base and GPT-2 (1.3; 2.9, 4.9 and 3.6; 0.008; 2.1) for attention.
+#: Traffic of the forward pass in fp32 eager execution: bytes per byte of all outputs; where those are not known, per
+#: byte of the outputs of products; where those are not known either, per FLOP. Last, the bytes of the backward pass
+#: over those of the forward pass. From the walks of the shipped cards: ResNet-18 and -50 (2.17, 7.3, 0.040; 1.4) for
+#: convolutions; ViT-B/16, BERT-base and GPT-2 (1.3; 2.9, 4.9 and 3.6; 0.008; 2.1) for attention.
 _CONVOLUTION_TRAFFIC = (2.17, 7.3, 0.040, 1.4)
 _ATTENTION_TRAFFIC = (1.3, 3.8, 0.008, 2.1)
-#: Parameter tensors where they are not known: ResNet-50 has 161, ViT-B/16 152; BERT-base 16 and GPT-2 12 a layer.
+#: Parameter tensors where a card has no count: ResNet-50 has 161, ViT-B/16 152; BERT-base has 16 a layer, GPT-2 12.
 _USUAL_TENSORS = 160
 _TENSORS_PER_LAYER = 12
-#: Operations of the forward pass for each parameter tensor: 1.4 in ResNet-50, 0.8 in the transformers; and of the
-#: backward pass for each of the forward pass: 0.8 and 1.9.
+#: Operations of the forward pass for each parameter tensor, and of the backward pass for each of the forward pass:
+#: ResNet-50 1.4 and 0.8, the transformers 0.8 and 1.9.
 _CONVOLUTION_OPERATIONS = (1.4, 0.8)
 _ATTENTION_OPERATIONS = (0.8, 1.9)
-#: Operations that launch a kernel, of those that a card counts (views among them): 0.82 in ResNet-50, 0.61 in ViT-B/16.
+#: Share of the operations of a card that launch a kernel (views do not): 0.82 in ResNet-50, 0.61 in ViT-B/16.
 _LAUNCHED_SHARE = 0.75
-#: Embedding tables of recommenders above this many parameters are divided over the ranks and updated by the rows a
-#: batch touches, in every source of the public table; what is left is dense and multiplies each sample once.
+#: Above this many parameters, every source of the public table divides the embedding tables of a recommender over the
+#: ranks and updates only the rows that a batch looks up. The other parameters are dense and multiply each sample once.
 _SHARDED_TABLE_PARAMS = 1_000_000_000
 #: Bytes of fp32 weights and gradients that both passes move for each parameter.
 _PASSES_BYTES = 12.0
-#: Share of a transformer's forward FLOPs in attention where the card does not say (BERT-base at 128 to ViT-B/16).
+#: Share of attention in a transformer's forward FLOPs where the card has none (BERT-base at 128 to ViT-B/16).
 _ATTENTION_SHARE = 0.03
-#: What a question may say of its input: a side or a length, or sides joined by x.
-_INPUT = re.compile(r"\d{1,7}(x\d{1,7}){0,2}")
-_SMALLEST_INPUT, _LARGEST_INPUT = 16, 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadFeatures:
-    """A model with its input, as the closed forms and the learner see it.
+    """A model at one input, as the closed forms and the learner describe it.
 
-    FLOPs count 2 per multiply-add and are of the forward pass of one sample; bytes are what fp32 eager execution
-    reads and writes. ``*_fixed`` is the part that does not grow with the batch (reading weights), ``*_per_sample``
-    the part that does.
+    FLOPs count 2 per multiply-add. Bytes are those that fp32 eager execution reads and writes: ``*_fixed`` is the part
+    that does not grow with the batch (reading weights), ``*_per_sample`` the part that does.
     """
 
     name: str
@@ -74,18 +66,18 @@ class WorkloadFeatures:
     forward_bytes_fixed: float
     backward_bytes_per_sample: float
     backward_bytes_fixed: float
-    #: dispatched operations: what an eager framework launches
+    #: dispatched operations, which an eager framework launches
     forward_ops: int
     backward_ops: int
-    #: where the numbers come from: ``counted`` by a walk over the module, or ``card``
+    #: where the numbers come from: ``counted`` by a walk of the module, the ``zoo`` of shipped walks, or a ``card``
     source: str = "counted"
-    #: what sort of network it is (``predictor/data/families.csv``); empty when nobody says
+    #: one of ``families.KINDS``; empty where it is not known
     kind: str = ""
     #: one name for all names of one network; empty: ``name`` is the only one
     network: str = ""
     #: elements that convolutions, dense products and fused attention write in the forward pass of one sample
     activations_per_sample: float | None = None
-    #: one forward and backward pass operation by operation, for each of ``walk.POLICIES``; None: never walked
+    #: the walk under each of ``walk.POLICIES``; None: never walked
     walks: Mapping[str, Walk] | None = field(default=None, hash=False)
     #: parameters that work on one token; fewer than ``params`` in a mixture of experts; None: all of them
     active_params: int | None = None
@@ -129,7 +121,7 @@ class WorkloadFeatures:
             )
         except (KeyError, TypeError) as error:
             raise InputError(
-                "a workload card does not fit",
+                "these values are not a workload card",
                 got=str(error),
                 expected="the fields of WorkloadFeatures",
                 fix="count the workload again with this version",
@@ -145,11 +137,11 @@ def describe_card(
     task_input: str = "",
     sequence_length: int | None = None,
 ) -> WorkloadFeatures:
-    """A workload of which parameters and forward FLOPs are known, with what a walk would count estimated.
+    """The workload of a model whose parameters and forward FLOPs are known; the counts of a walk are estimated.
 
-    ``card`` gives the sizes beside them, where there is one. The backward pass takes twice the FLOPs of the forward
-    pass; bytes and operations follow the ratios of this file, by whether the network is made of convolutions or of
-    attention. Raises ``InputError`` for numbers that are not positive.
+    ``card`` gives further sizes. The backward pass takes twice the FLOPs of the forward pass; bytes and operations
+    follow the ratios above, by whether the network consists of convolutions or of attention. Raises ``InputError`` for
+    numbers that are not positive.
     """
     family = find_family(name)
     kind = family.kind if family else ""
@@ -171,6 +163,7 @@ def describe_card(
         operations = max(1, round(_LAUNCHED_SHARE * card.forward_operations))
     convolutions = None if card is None else card.convolution_share
     attention = None if card is None else card.attention_share
+    sizes: dict[str, Any] = {} if card is None else {size: getattr(card, size) for size in SIZES}
     optimizer = card.optimizer if card is not None else ""
     if kind == "recommendation" and params > _SHARDED_TABLE_PARAMS:
         params = max(1, round(forward_flops_per_sample / 2))
@@ -195,16 +188,7 @@ def describe_card(
         backward_ops=max(1, round(backward_ops * operations)),
         source="card",
         activations_per_sample=None if card is None else card.activations_per_sample,
-        active_params=None if card is None else card.active_params,
-        layers=layers,
-        hidden_size=None if card is None else card.hidden_size,
-        heads=None if card is None else card.heads,
-        kv_heads=None if card is None else card.kv_heads,
-        ffn_size=None if card is None else card.ffn_size,
-        vocab=None if card is None else card.vocab,
-        sequence_length=sequence_length,
-        experts=None if card is None else card.experts,
-        active_experts=None if card is None else card.active_experts,
+        **sizes | {"sequence_length": sequence_length},
     )
 
 
@@ -212,7 +196,7 @@ _CONVOLUTIONS = ("convolution", "grouped", "depthwise")
 
 
 def walked_fields(walks: Mapping[str, Walk]) -> dict[str, Any]:
-    """The fields of ``WorkloadFeatures`` that walks under both policies fill; counts are of the fp32 one."""
+    """The fields of ``WorkloadFeatures`` that walks under both policies fill; the counts are those in fp32."""
     walk = walks["fp32"]
     flops = walk.total("flops", phase="forward")
     return {
@@ -232,26 +216,26 @@ def walked_fields(walks: Mapping[str, Walk]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
-    """The workload of a network of the zoo under the name it was asked for, from its walk.
+    """The workload of a network of the zoo, under the ``name`` of the question, from its walk.
 
-    What a walk cannot tell (family and kind, the usual optimizer, sizes that the zoo leaves out) comes from the lists
-    of names and cards.
+    Family, kind, the usual optimizer and sizes that the zoo lacks come from the lists of names and cards.
     """
-    # where timm has the name too, torchvision's twin goes by its library
+    # a network of torchvision whose name timm has too is listed under its library
     own_name = entry.name.removeprefix("torchvision/")
     family = find_family(name.removeprefix("torchvision/")) or find_family(own_name)
+    network = find_family(own_name) or family
     card = find_card(name, entry.task_input) or find_card(entry.name, entry.task_input)
     kind = family.kind if family else _guess_kind(entry)
-    params, walks = entry.params, _walks_of(entry)
+    params, walks = entry.params, entry.walks
     if kind == "recommendation" and params > _SHARDED_TABLE_PARAMS:
         params = max(1, round(entry.fp32.total("flops", phase="forward") / 2))
-        walks = {policy: _keep_dense(found, params) for policy, found in walks.items()}
-    sizes: dict[str, Any] = {field_name: _size_of(entry, card, field_name) for field_name in SIZES}
+        walks = {policy: _keep_dense(walk, params) for policy, walk in walks.items()}
+    sizes: dict[str, Any] = {size: entry.sizes.get(size, card and getattr(card, size)) for size in SIZES}
     return WorkloadFeatures(
         name=name,
         family=family.family if family else "",
         kind=kind,
-        network=_network_of(find_family(own_name) or family, entry),
+        network=network.canonical if network else entry.name,
         task_input=entry.task_input,
         optimizer=(card.optimizer if card is not None else "")
         or ("adamw" if kind in ATTENTION_KINDS else "sgd_momentum"),
@@ -264,27 +248,26 @@ def describe_entry(entry: ZooEntry, *, name: str) -> WorkloadFeatures:
 
 
 def describe_zoo(table: ZooTable, cards: Iterable[WorkloadFeatures]) -> tuple[WorkloadFeatures, ...]:
-    """Every network of ``table`` at each of its inputs, the usual one last, then ``cards`` with their walks of it."""
+    """Every network of ``table`` at each of its inputs, the usual one last; then ``cards`` with the walks in it."""
     described = [
         describe_entry(table.read_entry(row, network=network), name=network)
         for network, rows in table.rows.items()
         for row in sorted(rows, key=table.usual_row(network).__eq__)
     ]
     for card in cards:
-        known_as = find_name(card.name)
-        entry = table.find_entry(known_as, card.task_input) if known_as in table.rows else None
-        walked = card if entry is None or card.walks is not None else replace(card, walks=_walks_of(entry))
-        described.append(walked)
+        zoo_name = find_name(card.name)
+        entry = table.find_entry(zoo_name, card.task_input) if zoo_name in table.rows else None
+        described.append(card if entry is None or card.walks is not None else replace(card, walks=entry.walks))
     return tuple(described)
 
 
 def _keep_dense(walk: Walk, params: int) -> Walk:
-    """``walk`` without tables: both passes read fp32 weights and the backward pass writes their gradients."""
-    kept = walk.keep_weights(min(1.0, _PASSES_BYTES * params / max(1.0, walk.total("bytes_fixed"))))
-    return replace(kept, gradient_bytes=min(walk.gradient_bytes, 4.0 * params))
+    """``walk`` without tables: both passes read fp32 weights, and the backward pass writes their gradients."""
+    dense = walk.keep_weights(min(1.0, _PASSES_BYTES * params / max(1.0, walk.total("bytes_fixed"))))
+    return replace(dense, gradient_bytes=min(walk.gradient_bytes, 4.0 * params))
 
 
-#: From this length on a text model without a family is taken for a decoder: encoders end at 512 tokens.
+#: A text model without a family is taken for a decoder from this length on: encoders end at 512 tokens.
 _DECODER_LENGTH = 1024
 
 
@@ -293,70 +276,45 @@ def _guess_kind(entry: ZooEntry) -> str:
         if "experts" in entry.sizes:
             return "mixture_of_experts"
         return "language_decoder" if entry.sizes.get("sequence_length", 0) >= _DECODER_LENGTH else "language_encoder"
-    told = walked_fields(_walks_of(entry))
-    return guess_kind(convolution_share=told["convolution_flops_share"], attends=told["attention_flops_share"] > 0)
-
-
-def _size_of(entry: ZooEntry, card: Card | None, name: str) -> int | None:
-    known = entry.sizes.get(name)
-    return known if known is not None or card is None else getattr(card, name)
-
-
-def _walks_of(entry: ZooEntry) -> dict[str, Walk]:
-    return {"fp32": entry.fp32, "amp": entry.amp}
-
-
-def _network_of(family: Family | None, entry: ZooEntry) -> str:
-    return family.canonical if family else entry.name
+    counts = walked_fields(entry.walks)
+    return guess_kind(convolution_share=counts["convolution_flops_share"], attends=counts["attention_flops_share"] > 0)
 
 
 @functools.cache
 def known_workloads() -> dict[str, WorkloadFeatures]:
-    """The shipped counted workloads by name (``predictor/data/workloads.toml``)."""
-    text = resources.files("precision_time.predictor").joinpath("data/workloads.toml").read_text(encoding="utf-8")
-    counted = {}
-    for name, card in tomllib.loads(text).items():
+    """The workloads of campaigns by name, as counted in ``predictor/data/workloads.toml``."""
+    workloads = {}
+    for name, card in tomllib.loads(shipped_text("workloads.toml")).items():
         family = find_family(name)
         labels = {"kind": family.kind, "network": family.canonical} if family else {}
-        counted[name] = WorkloadFeatures.from_dict({"name": name, **labels, **card})
-    return counted
-
-
-def _check_input(task_input: str) -> None:
-    if not _INPUT.fullmatch(task_input) or not all(
-        _SMALLEST_INPUT <= int(number) <= _LARGEST_INPUT for number in task_input.split("x")
-    ):
-        raise InputError(
-            "this input names no size",
-            got=repr(task_input[:200]),
-            expected="a resolution such as 224 or 800x1333, or a sequence length such as 512, from 16 to 1048576",
-        )
+        workloads[name] = WorkloadFeatures.from_dict({"name": name, **labels, **card})
+    return workloads
 
 
 def find_workload(name: str, *, task_input: str = "", measured: Iterable[WorkloadFeatures] = ()) -> WorkloadFeatures:
-    """The workload called ``name``: from ``measured`` (what an artifact carries) first, then by card, then counted.
+    """The workload called ``name``: from ``measured`` (those of an artifact), else the zoo, else a card, else counted.
 
     ``task_input`` asks for another resolution or sequence length than the usual one. Raises ``UnknownNameError`` with
     the nearest three names, also for a model whose work is not known, and ``InputError`` for an input that names no
-    size or that a model of one known input cannot be scaled to.
+    size, or to which a model with one known input cannot be scaled.
     """
     if not isinstance(name, str):
         raise InputError("not a model", got=repr(name), expected="a name")
-    # An artifact may carry a network at several inputs: the one that is asked for comes last, so it stays.
-    own = {work.name: work for work in sorted(measured, key=lambda work: task_input in ("", work.task_input))}
-    if name not in own and (known_as := find_name(name)) in own and own[known_as].source == "zoo":
-        own[name] = replace(own[known_as], name=name)
-    if name in own and task_input in ("", own[name].task_input):
-        found = own[name]
-        entry = find_entry(name, found.task_input) if found.walks is None else None
-        return found if entry is None else replace(found, walks=_walks_of(entry))
+    # An artifact may carry a network at several inputs: the requested one is sorted last, so it stays.
+    known = {work.name: work for work in sorted(measured, key=lambda work: task_input in ("", work.task_input))}
+    if name not in known and (zoo_name := find_name(name)) in known and known[zoo_name].source == "zoo":
+        known[name] = replace(known[zoo_name], name=name)
+    if name in known and task_input in ("", known[name].task_input):
+        workload = known[name]
+        entry = find_entry(name, workload.task_input) if workload.walks is None else None
+        return workload if entry is None else replace(workload, walks=entry.walks)
     if task_input:
-        _check_input(task_input)
+        check_input(task_input)
     entry = find_entry(name, task_input)
     if entry is not None:
         return describe_entry(entry, name=name)
     card = find_card(name, task_input)
-    # Before our own count, since the public table teaches the trees its networks by their cards.
+    # Before our own count: the trees learned the networks of the public table from their cards.
     if card is not None and card.params is not None and card.forward_flops_per_sample is not None:
         return describe_card(
             name,
@@ -366,23 +324,23 @@ def find_workload(name: str, *, task_input: str = "", measured: Iterable[Workloa
             task_input=card.task_input,
             sequence_length=card.sequence_length,
         )
-    own = known_workloads() | own
-    if name not in own and card is not None:
+    known = known_workloads() | known
+    if name not in known and card is not None:
         raise InputError(
             f"the work of {name} is not known",
             got="a card without forward FLOPs",
-            expected="a model whose work was counted",
+            expected="a model whose FLOPs are known",
             fix="measure it in a campaign",
         )
-    if name not in own:
+    if name not in known:
         raise UnknownNameError(
             "model",
             name,
-            own.keys() | listed_models() | zoo_names(),
+            known.keys() | listed_models() | zoo_names(),
             fix="name a known model, or measure yours in a campaign first",
         )
-    if task_input not in ("", own[name].task_input):
+    if task_input not in ("", known[name].task_input):
         raise InputError(
-            f"{name} is known at one input only", got=repr(task_input), expected=own[name].task_input or "none"
+            f"{name} is known at one input only", got=repr(task_input), expected=known[name].task_input or "none"
         )
-    return own[name]
+    return known[name]

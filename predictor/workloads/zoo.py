@@ -1,43 +1,42 @@
-"""Named networks from the zoo: what was walked once, looked up by name and input without torch."""
+"""The zoo: shipped walks of named networks, looked up by name and input without torch."""
 
-import csv
 import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from importlib import resources
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from precision_time.predictor.workloads.cards import find_family
-from precision_time.predictor.workloads.walk import Walk
+from precision_time.predictor.shipped import shipped_bytes, shipped_rows
+from precision_time.predictor.workloads.families import find_family, fold_name
+from precision_time.predictor.workloads.input_sizes import read_padded_size
+from precision_time.predictor.workloads.walk import POLICIES, Walk
 from precision_time.storage.columns import ColumnFile, encode_columns
 from precision_time.storage.errors import InputError, IntegrityError
 
 __all__ = ["COUNTS", "SIZES", "ZooEntry", "ZooTable", "find_entry", "find_name", "pack_entries", "zoo_names"]
 
-#: Sizes that an entry may know.
+#: Sizes that an entry may have.
 SIZES = (
     "layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab", "sequence_length", "experts", "active_experts",
     "active_params",
 )  # fmt: skip
-#: Whole numbers that every entry knows.
+#: Whole numbers that every entry has.
 COUNTS = ("params", "trained_params", "parameter_tensors", "buffer_bytes")
 
-#: Endings of published names that leave the network as it is.
+#: Endings of published names that do not change the network.
 _ENDINGS = re.compile(r"_(?:hf|chat|instruct|it|pt|base_hf|uncased|v0_[1-9]|yaml|bf16|fp16)$")
 #: Columns of text; all others hold numbers.
 _TEXTS = ("name", "task_input", "source", "builds", "note")
 _COUNT = re.compile("(?:fp32|amp)_(?:forward|backward)_")
-_COCO_SIDE = math.sqrt(800.0 * 1088.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooEntry:
     """A network at one input: what was built, its sizes, and its walks in fp32 and under 16-bit autocast (``amp``).
 
-    ``sizes`` holds those of ``SIZES`` that are known. ``walked_at`` is the input that was walked; where it is not
-    ``task_input`` the walks were scaled to that.
+    ``sizes`` holds the known ones of ``SIZES``. ``walked_at`` is the input of the walk; where it differs from
+    ``task_input``, the walks are scaled.
     """
 
     name: str
@@ -54,9 +53,14 @@ class ZooEntry:
     fp32: Walk = field(hash=False)
     amp: Walk = field(hash=False)
 
+    @property
+    def walks(self) -> dict[str, Walk]:
+        """Both walks by policy."""
+        return {"fp32": self.fp32, "amp": self.amp}
+
 
 class ZooTable:
-    """The rows of one file of the zoo. Raises ``IntegrityError`` for a damaged file, or one of another kind."""
+    """The rows of one zoo file. Raises ``IntegrityError`` for a damaged file and for one with other columns."""
 
     def __init__(self, data: bytes, *, name: str) -> None:
         self.name = name
@@ -66,14 +70,14 @@ class ZooTable:
             self.inputs = self._file.text("task_input")
         except LookupError as error:
             raise self._misfit(error) from error
-        #: rows of each name, and the name of each folded spelling
+        #: rows by name, and names by folded spelling
         self.rows: dict[str, list[int]] = {}
         for place, network in enumerate(self.names):
             self.rows.setdefault(network, []).append(place)
         self.folded: dict[str, str] = {}
         for network in self.rows:
-            # a name that is spelt plainly comes before one with dashes
-            if network == (folded := _fold(network)) or folded not in self.folded:
+            # the folded spelling itself comes before a name with dashes
+            if network == (folded := fold_name(network.strip())) or folded not in self.folded:
                 self.folded[folded] = network
 
     @functools.cached_property
@@ -87,23 +91,23 @@ class ZooTable:
 
     @functools.cached_property
     def _walks(self) -> dict[str, tuple[list[str], Any]]:
-        found = {}
-        for policy in ("fp32", "amp"):
-            names = [column for column in self._file.names if column.startswith(f"{policy}_")]
-            table = self._file.numbers(*names)
-            found[policy] = ([column.removeprefix(f"{policy}_") for column in names], table)
-        return found
+        walks = {}
+        for policy in POLICIES:
+            columns = [column for column in self._file.names if column.startswith(f"{policy}_")]
+            names = [column.removeprefix(f"{policy}_") for column in columns]
+            walks[policy] = (names, self._file.numbers(*columns))
+        return walks
 
     def usual_row(self, network: str) -> int:
-        """The row that stands for a name when no input is told."""
+        """The row of a name at its usual input."""
         rows = self.rows[network]
         return next((row for row in rows if self._numbers["usual"][row]), rows[0])
 
     def read_entry(self, row: int, *, network: str) -> ZooEntry:
         """The entry of one row under the name ``network``."""
         try:
-            same = int(self._numbers["same_as"][row])
-            place = row if same < 0 else same
+            walked_row = int(self._numbers["same_as"][row])
+            place = row if walked_row < 0 else walked_row
             values = {column: int(self._numbers[column][place]) for column in COUNTS}
             sizes = {column: int(self._numbers[column][place]) for column in SIZES}
             return ZooEntry(
@@ -122,49 +126,43 @@ class ZooTable:
             raise self._misfit(error) from error
 
     def pack(self, networks: Iterable[str]) -> bytes:
-        """A file of the rows of ``networks``, names of this table, and of the rows that hold their walks."""
-        shared = self._numbers["same_as"]
-        asked = {row for network in networks for row in self.rows[network]}
-        kept = sorted(asked | {int(shared[row]) for row in asked if shared[row] >= 0})
-        places = {row: place for place, row in enumerate(kept)}
+        """A file with the rows of ``networks``, names of this table, and the rows that hold their walks."""
+        walked_rows = self._numbers["same_as"]
+        requested = {row for network in networks for row in self.rows[network]}
+        rows = sorted(requested | {int(walked_rows[row]) for row in requested if walked_rows[row] >= 0})
+        places = {row: place for place, row in enumerate(rows)}
         columns: dict[str, list[Any]] = {}
         for name in _TEXTS:
-            told = self._file.text(name)
-            columns[name] = [told[row] for row in kept]
+            texts = self._file.text(name)
+            columns[name] = [texts[row] for row in rows]
         walked = [name for name in self._file.names if name.startswith(("fp32_", "amp_"))]
         for names in ([name for name in self._file.names if name not in (*_TEXTS, *walked)], walked):
-            columns |= dict(zip(names, self._file.numbers(*names)[kept].T.tolist(), strict=True))
+            columns |= dict(zip(names, self._file.numbers(*names)[rows].T.tolist(), strict=True))
         columns["same_as"] = [places.get(row, -1) for row in columns["same_as"]]
-        # Of the counts, only those that some network has.
+        # Columns of counts that no network has are left out.
         return encode_columns(
             {name: values for name, values in columns.items() if any(values) or not _COUNT.match(name)}
         )
 
     def find_entry(self, network: str, task_input: str) -> ZooEntry:
-        """The entry of a name of this table at ``task_input``, as the function ``find_entry`` says."""
+        """The entry of a name of this table at ``task_input``; see the function ``find_entry``."""
         rows = self.rows[network]
         for row in rows:
             if self.inputs[row] == task_input:
                 return self.read_entry(row, network=network)
-        usual = self.usual_row(network)
-        size = read_size(task_input)
-        if size is None:
+        usual, size = self.usual_row(network), read_padded_size(task_input)
+        known_sizes = {row: known for row in rows if (known := read_padded_size(self.inputs[row]))}
+        if size is None or not known_sizes:
             return self.read_entry(usual, network=network)
-        known = [
-            (abs(math.log(size / found)), row != usual, row) for row in rows if (found := read_size(self.inputs[row]))
-        ]
-        if not known:
-            return self.read_entry(usual, network=network)
-        _, _, nearest = min(known)
-        entry = self.read_entry(nearest, network=network)
-        found = read_size(entry.task_input)
-        return entry if found is None or found == size else _resize(entry, size / found, task_input=task_input)
+        nearest = min(known_sizes, key=lambda row: (abs(math.log(size / known_sizes[row])), row != usual, row))
+        entry, known = self.read_entry(nearest, network=network), known_sizes[nearest]
+        return entry if known == size else _resize(entry, size / known, task_input=task_input)
 
     def _read_walk(self, policy: str, place: int) -> Walk:
         names, table = self._walks[policy]
         values = table[place].tolist()
         if not all(map(math.isfinite, values)):
-            raise ValueError(f"row {place} of {policy} holds a value that is no number")
+            raise ValueError(f"row {place} of {policy} holds a value that is not a finite number")
         counts = ("forward_", "backward_")
         return Walk.from_columns(
             {name: value for name, value in zip(names, values, strict=True) if value or not name.startswith(counts)}
@@ -172,122 +170,86 @@ class ZooTable:
 
     def _misfit(self, error: Exception) -> IntegrityError:
         return IntegrityError(
-            f"{self.name} does not fit",
+            f"{self.name} does not have the columns of the zoo",
             got=f"{type(error).__name__}: {error}"[:300],
-            expected="the columns that precision_time.tasks.zoo.table writes",
+            expected="the columns that precision_time.tasks.zoo.build writes",
             fix="install the package again, or rebuild the zoo with make zoo",
         )
 
 
-def _read(name: str) -> bytes:
-    return resources.files("precision_time.predictor").joinpath(f"data/{name}").read_bytes()
-
-
 @functools.cache
 def _table() -> ZooTable:
-    return ZooTable(_read("zoo.parquet"), name="predictor/data/zoo.parquet")
+    return ZooTable(shipped_bytes("zoo.parquet"), name="predictor/data/zoo.parquet")
 
 
 @functools.cache
 def _aliases() -> dict[str, str]:
-    rows = csv.DictReader(_read("aliases.csv").decode().splitlines())
-    return {row["alias"]: row["name"] for row in rows}
-
-
-def _fold(name: str) -> str:
-    return re.sub(r"[-. ]", "_", name.strip().casefold())
+    return {row["alias"]: row["name"] for row in shipped_rows("aliases.csv")}
 
 
 def zoo_names() -> frozenset[str]:
-    """Every name that the zoo lists; other spellings of them are found too (``find_name``)."""
+    """Every name that the zoo lists; ``find_name`` knows other spellings of them."""
     return frozenset(_table().rows)
 
 
 @functools.lru_cache(maxsize=4096)
 def find_name(name: str) -> str | None:
-    """The name in the zoo that ``name`` means; None for an unknown one.
+    """The name in the zoo that ``name`` means; None for an unknown name.
 
-    Spellings that differ by case, dots and dashes, published names with or without their owner
-    (``meta-llama/Llama-2-7b-hf``, ``bert-base-uncased``), timm's tags (``resnet50.a1_in1k``) and the aliases of
+    It may be spelt with other case, dots and dashes, be a published name with or without its owner
+    (``meta-llama/Llama-2-7b-hf``, ``bert-base-uncased``), carry a tag of timm (``resnet50.a1_in1k``), or be an alias of
     ``data/aliases.csv``.
     """
     table = _table()
     if name in table.rows:
         return name
-    folded = _fold(name)
+    folded = fold_name(name.strip())
     bare = folded.rpartition("/")[2]
-    tries = [folded, bare]
+    spellings = [folded, bare]
     if "." in name and "/" not in name.partition(".")[2]:
-        tries.append(_fold(name.partition(".")[0]).rpartition("/")[2])
+        spellings.append(fold_name(name.partition(".")[0].strip()).rpartition("/")[2])
     shorter = bare
     while (cut := _ENDINGS.sub("", shorter)) != shorter:
-        tries.append(shorter := cut)
-    # aliases tell owners apart, so they come before what is left without the owner
-    for spelling in tries:
-        if found := _aliases().get(spelling) or table.folded.get(spelling):
-            return found if found in table.rows else None
+        spellings.append(shorter := cut)
+    # an alias may depend on the owner, so spellings with it come first
+    for spelling in spellings:
+        if network := _aliases().get(spelling) or table.folded.get(spelling):
+            return network if network in table.rows else None
     return None
 
 
 @functools.lru_cache(maxsize=4096)
 def find_entry(name: str, task_input: str = "") -> ZooEntry | None:
-    """The network called ``name`` at ``task_input``; None for a name that the zoo does not know.
+    """The network called ``name`` at ``task_input`` (its usual input); None for a name that the zoo does not know.
 
-    Without an input the usual one; at an input that was not walked the nearest one of the same name, scaled: images
-    by their area and attention over all patches by its square, text and sound by length and attention by its square.
-    Raises ``IntegrityError`` for a damaged file.
+    At an input without a walk, the walk at the nearest input of the same name is scaled: images by their area and
+    attention over all patches by its square, text and sound by their length and attention by its square. Raises
+    ``IntegrityError`` for a damaged file.
     """
     network = find_name(name)
     return None if network is None else _table().find_entry(network, task_input)
 
 
 def pack_entries(names: Iterable[str]) -> bytes | None:
-    """A file like the zoo's with what it holds of the networks called ``names``, at every input; None for nothing."""
+    """A file like the zoo's with all entries of the networks called ``names``; None where it has none of them."""
     networks = {network for name in set(names) if (network := find_name(name)) is not None}
     return _table().pack(networks) if networks else None
 
 
 def _resize(entry: ZooEntry, ratio: float, *, task_input: str) -> ZooEntry:
-    """``entry`` at an input of ``ratio`` times the length, or the side."""
+    """``entry`` at an input of ``ratio`` times the length or side."""
     family = find_family(entry.name)
-    length = "vocab" in entry.sizes
-    factor = ratio if length else ratio**2
+    takes_tokens = "vocab" in entry.sizes
+    factor = ratio if takes_tokens else ratio**2
     windowed = family is not None and family.kind == "vision_transformer" and family.family != "vit"
     attention = factor if windowed else factor**2
     sizes = dict(entry.sizes)
-    if length and "sequence_length" in sizes:
+    if takes_tokens and "sequence_length" in sizes:
         sizes["sequence_length"] = max(1, round(sizes["sequence_length"] * ratio))
-    values = {name: getattr(entry, name) for name in entry.__slots__}
-    return ZooEntry(
-        **values
-        | {
-            "task_input": task_input,
-            "sizes": sizes,
-            "fp32": entry.fp32.resize(factor, attention_factor=attention),
-            "amp": entry.amp.resize(factor, attention_factor=attention),
-        }
+    return replace(
+        entry,
+        task_input=task_input,
+        sizes=sizes,
+        fp32=entry.fp32.resize(factor, attention_factor=attention),
+        amp=entry.amp.resize(factor, attention_factor=attention),
     )
-
-
-_COCO = re.compile(r"800\D{1,40}1333")
-_SIDES = re.compile(r"(?<![0-9A-Za-z])[1-9][0-9]{0,5}(?:x[1-9][0-9]{0,5})+")
-_NUMBER = re.compile(
-    r"(?:^\s*|\bseq(?:uence)?(?:[ _]length)? |\btgt_len |\bsegments of )([1-9][0-9]{0,8})(?:\.0+)?(?=$|\s|,)"
-)
-
-
-def read_size(text: str) -> float | None:
-    """Side of a square (or cube) with as many pixels as ``text`` names, or a length; None where it names neither.
-
-    Channels (up to 4) do not count. Sets of images of many sizes (``~800x1333``) mean their usual padded size.
-    """
-    if _COCO.search(text):
-        return _COCO_SIDE
-    if found := _SIDES.search(text):
-        sides = [float(side) for side in found.group(0).split("x")]
-        if len(sides) > 2 and sides[-1] <= 4:
-            sides.pop()
-        return math.prod(sides) ** (1 / len(sides))
-    if found := _NUMBER.search(text):
-        return float(found.group(1))
-    return None

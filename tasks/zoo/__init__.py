@@ -1,1 +1,1 @@
-"""The zoo: builders of named networks; those that no library builds are plain-torch stand-ins of ours."""
+"""The zoo: builders of named networks, and the command that walks them all into predictor/data/zoo.parquet."""

@@ -1,4 +1,4 @@
-"""Every network of the zoo, those of the public table first: what the builder walks, in its order."""
+"""The list of all networks of the zoo, in the order in which the builder walks them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from precision_time.tasks.zoo.libraries.timm_networks import list_timm
 from precision_time.tasks.zoo.libraries.torchvision_detectors import list_torchvision_detectors
 from precision_time.tasks.zoo.libraries.torchvision_networks import list_torchvision
 from precision_time.tasks.zoo.libraries.transformers_networks import list_transformers
-from precision_time.tasks.zoo.networks import Missing, Network
+from precision_time.tasks.zoo.network import Missing, Network
 from precision_time.tasks.zoo.own_networks import list_own
 from precision_time.tasks.zoo.table_networks import list_table_networks
 
@@ -17,7 +17,7 @@ __all__ = ["Zoo", "list_networks", "list_zoo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zoo:
-    """Networks by name and input, what of the public table has none, and the input of each name when none is told."""
+    """Networks by name and input, pairs of the public table without one, and the usual input of each name."""
 
     networks: list[Network]
     missing: list[Missing]
@@ -25,24 +25,24 @@ class Zoo:
 
 
 def list_networks() -> list[Network]:
-    """One network for each name and input, the public table's first; see ``list_zoo``."""
+    """The networks of ``list_zoo``."""
     return list_zoo().networks
 
 
 def list_zoo() -> Zoo:
-    """The networks, those of the public table first; see ``Zoo``.
+    """One network for each name and input, those of the public table first.
 
-    torchvision and timm know some names both: timm's keeps the name, the other's is listed as ``torchvision/NAME``.
+    Where timm and torchvision have the same name, torchvision's network is listed as ``torchvision/NAME``.
     """
     table, missing = list_table_networks()
     others = list(_others())
-    found: dict[tuple[str, str], Network] = {}
+    networks: dict[tuple[str, str], Network] = {}
     for network in (*table, *others):
-        found.setdefault((network.name, network.task_input), network)
+        networks.setdefault((network.name, network.task_input), network)
     usual: dict[str, str] = {}
     for network in (*others, *table):
         usual.setdefault(network.name, network.task_input)
-    return Zoo(networks=list(found.values()), missing=missing, usual=usual)
+    return Zoo(networks=list(networks.values()), missing=missing, usual=usual)
 
 
 def _others() -> Iterator[Network]:

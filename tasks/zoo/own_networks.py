@@ -1,19 +1,19 @@
-"""Networks of our own in the zoo: stand-ins, the workloads of campaigns, and variants of library networks."""
+"""The zoo's own networks: stand-ins, the workloads of campaigns, and variants of library networks."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+
+from torch import nn
 
 from precision_time.tasks.workloads import BUILDERS, Workload
 from precision_time.tasks.zoo.libraries.variants import VARIANTS, build_variant
-from precision_time.tasks.zoo.networks import Built, Network, build_light
-from precision_time.tasks.zoo.stand_ins.by_name import VARIANTS as STAND_INS
-from precision_time.tasks.zoo.stand_ins.by_name import build_stand_in
+from precision_time.tasks.zoo.network import Built, Network, build_light
+from precision_time.tasks.zoo.stand_ins.by_name import STAND_INS, build_stand_in
 
 __all__ = ["find_own", "list_own"]
 
 SOURCE = "ours"
-#: Input of one sample of each workload of campaigns, as it names it itself.
+#: The input of each workload of campaigns, as the workload names it.
 _INPUTS = {
     "resnet18": "224", "resnet50": "224", "vit_b16": "224", "vit_tiny": "64", "bert_base": "128", "bert_mini": "64",
     "gpt2": "1024", "gpt2_mini": "128", "mlp": "1024",
@@ -23,22 +23,22 @@ _INPUTS = {
 def list_own() -> list[Network]:
     """Every stand-in at each of its own inputs, every variant, and every workload of campaigns."""
     inputs = [(name, texts[0]) for name, builds in STAND_INS.items() for _, texts in builds]
-    found = [find_own(name, text) for name, text in (*inputs, *((name, "") for name in VARIANTS))]
-    return [network for network in found if network is not None] + [_list_workload(name) for name in BUILDERS]
-
-
-def _list_workload(name: str) -> Network:
-    return Network(
-        name=name,
-        task_input=_INPUTS[name],
-        source=SOURCE,
-        builds=f"workload {name}",
-        build=functools.partial(_build_workload, BUILDERS[name]),
-    )
+    networks = [find_own(name, text) for name, text in (*inputs, *((name, "") for name in VARIANTS))]
+    workloads = [
+        Network(
+            name=name,
+            task_input=_INPUTS[name],
+            source=SOURCE,
+            builds=f"workload {name}",
+            build=functools.partial(_build_workload, BUILDERS[name]),
+        )
+        for name in BUILDERS
+    ]
+    return [network for network in networks if network is not None] + workloads
 
 
 def find_own(name: str, task_input: str = "") -> Network | None:
-    """The stand-in called ``name`` at ``task_input``, at its usual input if it does not know that; None without one."""
+    """The stand-in or variant called ``name`` at ``task_input``, else at its usual input; None for an unknown name."""
     if name in STAND_INS:
         inputs = [texts for _, texts in STAND_INS[name]]
         texts = next((texts for texts in inputs if task_input in texts), inputs[0])
@@ -47,7 +47,7 @@ def find_own(name: str, task_input: str = "") -> Network | None:
             task_input=task_input or texts[0],
             source=SOURCE,
             builds=f"stand-in {name} at {texts[0]}",
-            build=functools.partial(_build_stand_in, name, texts[0]),
+            build=functools.partial(_build_workload, functools.partial(build_stand_in, name, texts[0])),
         )
     if name in VARIANTS:
         variant = VARIANTS[name]
@@ -62,19 +62,15 @@ def find_own(name: str, task_input: str = "") -> Network | None:
     return None
 
 
-def _build_stand_in(name: str, task_input: str) -> Built:
-    return _build_workload(functools.partial(build_stand_in, name, task_input))
-
-
 def _build_workload(build: Callable[[], Workload]) -> Built:
-    made: list[Any] = []
+    workloads: list[Workload] = []
 
-    def make() -> Any:
-        made.append(build())
-        return made[-1].module
+    def make() -> nn.Module:
+        workloads.append(build())
+        return workloads[-1].module
 
     module = build_light(make)
-    workload = made[-1]
+    workload = workloads[-1]
     return Built(
         module=module,
         make_batch=lambda samples: workload.make_batch(samples, "cpu"),

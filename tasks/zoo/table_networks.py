@@ -1,43 +1,41 @@
-"""Every name and input of the public table: the network that stands for it in the zoo, or the reason why none does."""
+"""The networks of the public table: one of the zoo for each name and input, or the reason why there is none."""
 
 import csv
 import functools
 import math
 from dataclasses import replace
-from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
-from precision_time.predictor.rows.public_table import load_public_table, parse_input_size
-from precision_time.predictor.workloads.cards import find_family
+from precision_time.predictor.rows.public_table import load_public_table
+from precision_time.predictor.workloads.families import find_family
+from precision_time.predictor.workloads.input_sizes import parse_input_size
 from precision_time.tasks.zoo.libraries.detectors import find_detector, image_size
 from precision_time.tasks.zoo.libraries.timm_networks import find_timm
 from precision_time.tasks.zoo.libraries.torchvision_networks import find_torchvision
 from precision_time.tasks.zoo.libraries.transformers_networks import find_transformers
-from precision_time.tasks.zoo.networks import Missing, Network
+from precision_time.tasks.zoo.network import Missing, Network
 from precision_time.tasks.zoo.own_networks import find_own
 
 __all__ = ["TablePair", "find_network", "list_table_networks", "table_pairs"]
 
-#: The source whose names are timm's of 2022, and whose inputs are sides of images.
+#: The source whose names are those of timm in 2022, and whose inputs are sides of images.
 _TIMM_TABLE = "pytorch-image-models"
 
-#: Names that no network of the zoo stands for.
+#: Names without a network in the zoo.
 _UNKNOWN = {
     "amoebanet_d_18_256": "AmoebaNet-D is in none of the libraries",
-    "faster_rcnn_fbnet_chamv1a": "FBNet backbones of maskrcnn-benchmark are in none of the libraries",
-    "faster_rcnn_fbnet_default": "FBNet backbones of maskrcnn-benchmark are in none of the libraries",
-    "mask_rcnn_fbnet_default": "FBNet backbones of maskrcnn-benchmark are in none of the libraries",
-    "mask_rcnn_fbnet_xirb16d": "FBNet backbones of maskrcnn-benchmark are in none of the libraries",
-    "gpunet_0": "the searched architecture is only in its checkpoint's description",
-    "gpunet_1": "the searched architecture is only in its checkpoint's description",
-    "gpunet_2": "the searched architecture is only in its checkpoint's description",
-    "gpunet_d1": "the searched architecture is only in its checkpoint's description",
+    **dict.fromkeys(("faster_rcnn_fbnet_chamv1a", "faster_rcnn_fbnet_default", "mask_rcnn_fbnet_default",
+                     "mask_rcnn_fbnet_xirb16d"),
+                    "FBNet backbones of maskrcnn-benchmark are in none of the libraries"),
+    **dict.fromkeys(("gpunet_0", "gpunet_1", "gpunet_2", "gpunet_d1"),
+                    "the searched architecture is only in its checkpoint's description"),
     "nemotron_3_ultra": "its sizes are not published",
-}
+}  # fmt: skip
 
 
 class TablePair(NamedTuple):
-    """A name of the table at one input; ``params`` as the table counts them, None where it does not."""
+    """A name of the public table at one input; ``params`` as the table counts them, None where it does not."""
 
     name: str
     task_input: str
@@ -48,14 +46,14 @@ class TablePair(NamedTuple):
 
 @functools.cache
 def _same_networks() -> dict[str, tuple[str, str, str]]:
-    text = resources.files("precision_time.tasks.zoo").joinpath("table_names.csv").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("table_names.csv").read_text(encoding="utf-8")
     return {row["name"]: (row["network"], row["task_input"], row["note"]) for row in csv.DictReader(text.splitlines())}
 
 
 def table_pairs() -> list[TablePair]:
-    """Every (name, input) of the public table, rows set aside included, most rows first.
+    """Every (name, input) of the public table, those set aside included, most rows first.
 
-    Parameters are those of a row that is not set aside, where there is one.
+    Parameters come from a row that is not set aside, where there is one.
     """
     import pandas as pd
 
@@ -77,49 +75,45 @@ def table_pairs() -> list[TablePair]:
 
 
 def list_table_networks() -> tuple[list[Network], list[Missing]]:
-    """The networks of the table, and what has none."""
-    found, missing = [], []
+    """The networks of the public table, and the pairs without one."""
+    networks, missing = [], []
     for pair in table_pairs():
         network = find_network(pair)
         if network is None:
             reason = _UNKNOWN.get(pair.name, "in none of the libraries, and no stand-in was written")
             missing.append(Missing(pair.name, pair.task_input, pair.rows, reason))
         else:
-            found.append(network)
-    return found, missing
+            networks.append(network)
+    return networks, missing
 
 
 def find_network(pair: TablePair) -> Network | None:
-    """The network that stands for a pair of the table; None where none does."""
+    """The network for a pair of the public table; None without one."""
     name, task_input = pair.name, pair.task_input
     size = parse_input_size(task_input)
     side = None if math.isnan(size) else size
     if _TIMM_TABLE in pair.source:
         return find_timm(name, side, task_input=task_input, params=pair.params)
-    same, usual_input, note = _same_networks().get(name, (name, "", ""))
+    library_name, usual_input, note = _same_networks().get(name, (name, "", ""))
     if usual_input and (side is None or name.startswith(("bert", "biobert"))):
         side = float(usual_input)
     family = find_family(name)
     canonical = family.canonical if family else name
-    found = find_own(name, task_input) or find_detector(
+    network = find_own(name, task_input) or find_detector(
         canonical, called=name, task_input=task_input, size=image_size(task_input)
     )
-    if found is None and _is_image(family.kind if family else ""):
-        found = (
-            find_torchvision(same, side, task_input=task_input, params=pair.params)
-            or find_timm(same, side, task_input=task_input, params=pair.params)
+    if network is None and family and family.kind in ("cnn", "vision_transformer", "hybrid_vision", "mlp_vision"):
+        network = (
+            find_torchvision(library_name, side, task_input=task_input, params=pair.params)
+            or find_timm(library_name, side, task_input=task_input, params=pair.params)
             or find_timm(canonical, side, task_input=task_input, params=pair.params)
         )
-    if found is None:
-        found = find_transformers(same, side, task_input=task_input) or find_transformers(
+    if network is None:
+        network = find_transformers(library_name, side, task_input=task_input) or find_transformers(
             canonical, side, task_input=task_input
         )
-    if found is None:
+    if network is None:
         return None
-    notes = "; ".join(part for part in (found.note, note) if part)
-    # other sources than timm's round as they like
-    return replace(found, name=name, note=notes, tolerance=max(found.tolerance, 0.01))
-
-
-def _is_image(kind: str) -> bool:
-    return kind in ("cnn", "vision_transformer", "hybrid_vision", "mlp_vision")
+    notes = "; ".join(part for part in (network.note, note) if part)
+    # sources other than timm's round more coarsely
+    return replace(network, name=name, note=notes, tolerance=max(network.tolerance, 0.01))

@@ -98,11 +98,11 @@ def estimate_steps(name: str) -> dict[tuple[str, int], float]:
     from precision_time.predictor.setup.hardware import find_hardware
     from precision_time.predictor.setup.precision import parse_precision
     from precision_time.predictor.setup.training_setup import TrainingSetup
-    from precision_time.predictor.walking.walk_module import walk_both
+    from precision_time.predictor.walking.walk_module import walk_module
     from precision_time.tasks.workloads import build_workload, count_card
 
     built = build_workload(name)
-    walks = walk_both(built.module, lambda samples: built.make_batch(samples, "cpu"), loss_of=built.compute_loss)
+    walks = walk_module(built.module, lambda samples: built.make_batch(samples, "cpu"), loss_of=built.compute_loss)
     workload = dataclasses.replace(count_card(built, name=name), walks=walks)
     return {
         (precision, batch): estimate_memory(

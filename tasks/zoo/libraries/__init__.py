@@ -1,1 +1,1 @@
-"""Networks that timm, torchvision and transformers build, and what is assembled from their parts."""
+"""Networks that timm, torchvision and transformers build, and networks assembled from their parts."""

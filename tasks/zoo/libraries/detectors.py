@@ -1,13 +1,13 @@
 """Detectors assembled from a backbone, a pyramid and heads over a fixed number of regions.
 
-Their libraries choose regions by values (non-maximum suppression, matching with the true boxes), which shapes alone do
-not tell; here every image has as many regions as its recipe samples. Suppression and matching are left out.
+The libraries choose regions by values (non-maximum suppression, matching with the true boxes), which a walk of shapes
+lacks. Here every image has as many regions as the recipe samples; suppression and matching are left out.
 """
 
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.zoo.libraries.torchvision_door import load_torchvision
-from precision_time.tasks.zoo.networks import Built, Network, build_light
+from precision_time.tasks.zoo.network import Built, Network, build_light
 
 __all__ = [
     "BOX_REGIONS",
@@ -28,16 +28,18 @@ __all__ = [
     "find_detector",
     "image_size",
     "list_detectors",
+    "name_outputs",
+    "name_proposals",
     "pool_regions",
     "sum_losses",
 ]
 
 SOURCE = "assembled detector"
 
-#: A COCO image with its short side at 800 pixels, at most 1333 long, padded to multiples of 32: the mean of the set.
+#: The mean COCO image with a short side of 800 pixels and a long side of at most 1333, padded to multiples of 32.
 COCO_SIZE = (800, 1088)
-#: Regions an image that the box head is trained on, and a quarter of them (the positive ones at most) the mask head;
-#: a batch holds about half of that, 64.
+#: Regions per image that the box head and the mask head are trained on. The mask head takes positive regions only: at
+#: most a quarter of 512, about half of that in a batch.
 BOX_REGIONS, MASK_REGIONS = 512, 64
 
 _BACKBONES: dict[str, dict[str, Any]] = {
@@ -59,7 +61,7 @@ _NAME = re.compile(rf"({'|'.join(_HEADS)})_({'|'.join(_BACKBONES)})_(fpn|c4|dc5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detector:
-    """What a detector is assembled of; ``size`` of the image [height, width] in pixels."""
+    """The parts of a detector; ``size`` is that of the image, [height, width] in pixels."""
 
     head: str
     backbone: str
@@ -70,7 +72,7 @@ class Detector:
     anchors: int = 3
 
 
-#: Detectors with a shape of their own: RetinaNet of MLPerf (OpenImages, 264 classes), SSD on a pyramid.
+#: Detectors that their name does not describe: RetinaNet of MLPerf (OpenImages, 264 classes), SSD on a pyramid.
 _SPECIAL = {
     "retinanet-resnext50": Detector(head="retinanet", backbone="x50_32x4d", size=(800, 800), classes=264, anchors=9),
     "ssd320_resnet50_fpn": Detector(head="retinanet", backbone="r50", size=(320, 320), classes=90, anchors=6),
@@ -78,7 +80,7 @@ _SPECIAL = {
 
 
 def list_detectors() -> list[Network]:
-    """Every assembled detector, by canonical name (``maskrcnn_r50_fpn``)."""
+    """Every assembled detector by its canonical name (``maskrcnn_r50_fpn``)."""
     names = [f"{head}_{backbone}_fpn" for head in _HEADS for backbone in _BACKBONES if backbone not in ("r18", "r34")]
     names += [
         f"{head}_{backbone}_{neck}"
@@ -87,8 +89,7 @@ def list_detectors() -> list[Network]:
         for neck in ("c4", "dc5")
     ]
     names += ["maskrcnn_r50_fpn_dconv", "maskrcnn_r50_fpn_gn", "cascade_maskrcnn_r50_fpn_gn", *_SPECIAL]
-    found = [find_detector(name) for name in names]
-    return [network for network in found if network is not None]
+    return [network for name in names if (network := find_detector(name)) is not None]
 
 
 def find_detector(
@@ -132,7 +133,7 @@ def build_detector(detector: Detector) -> Built:
 
 
 def sum_losses(module: nn.Module, batch: Tensor) -> Tensor:
-    """Cross-entropy of scores and mean error of boxes and masks, all against zero."""
+    """Cross-entropy of scores and logits and mean error of boxes, all against zero."""
     losses = []
     for name, scores in module(batch):
         if name == "scores":
@@ -145,7 +146,7 @@ def sum_losses(module: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _resnet(detector: Detector) -> Any:
-    """A ResNet whose normalisation is frozen, as detectors train it, and whose stem and first stage are frozen too."""
+    """A ResNet as detectors train it: normalisation, stem and first stage are frozen (none of them with group norm)."""
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
     from torchvision.ops.misc import FrozenBatchNorm2d
 
@@ -172,7 +173,7 @@ def _resnet(detector: Detector) -> Any:
 
 
 class _Offset(nn.Module):
-    """A 3 x 3 convolution with the one that finds its offsets; sampling at the offsets is left out."""
+    """A 3 x 3 convolution and the convolution for its offsets; sampling at the offsets is left out."""
 
     def __init__(self, convolution: nn.Conv2d) -> None:
         super().__init__()
@@ -180,12 +181,12 @@ class _Offset(nn.Module):
         self.offsets = nn.Conv2d(convolution.in_channels, 18, 3, stride=convolution.stride[0], padding=1)
 
     def forward(self, image: Tensor) -> Tensor:
-        moved: Tensor = self.convolution(image) + 0.0 * self.offsets(image).mean(1, keepdim=True)
-        return moved
+        output: Tensor = self.convolution(image) + 0.0 * self.offsets(image).mean(1, keepdim=True)
+        return output
 
 
 class _Assembled(nn.Module):
-    """Backbone, neck and heads; gives pairs of what an output is (scores, logits, boxes) and the output."""
+    """Backbone, neck and heads; returns outputs, each after its kind: scores, logits or boxes."""
 
     def __init__(self, detector: Detector) -> None:
         super().__init__()
@@ -239,18 +240,13 @@ class _Assembled(nn.Module):
         if self.pyramid is not None:
             features = self.pyramid(features)
         levels: list[Tensor] = list(features.values())
-        found: list[tuple[str, Tensor]] = []
         if self.dense is not None:
-            for name, value in self.dense(levels).items():
-                found.append(("boxes" if "bbox" in name else "logits", value))
-            return found
-        if self.proposals is not None:
-            objectness, deltas = self.proposals(levels)
-            found += [("logits", value) for value in objectness] + [("boxes", value) for value in deltas]
+            return name_outputs(self.dense(levels))
+        outputs = [] if self.proposals is None else name_proposals(*self.proposals(levels))
         if not self.box_heads:
-            return found
+            return outputs
         if self.segmentation is not None:
-            found.append(("scores", self.segmentation(levels)))
+            outputs.append(("scores", self.segmentation(levels)))
         side = 14 if self.last_stage is not None else 7
         shared: Tensor | None = None
         for head in self.box_heads:
@@ -258,20 +254,30 @@ class _Assembled(nn.Module):
             if self.last_stage is not None:
                 shared = regions = self.last_stage(regions)
             scores, boxes = head(regions)
-            found += [("scores", scores), ("boxes", boxes)]
+            outputs += [("scores", scores), ("boxes", boxes)]
         if self.mask_head is not None:
             if shared is not None:
                 regions = shared[: len(image) * MASK_REGIONS]
             else:
                 regions = pool_regions(levels, MASK_REGIONS, 14)
-            found.append(("logits", self.mask_head(regions)))
-        return found
+            outputs.append(("logits", self.mask_head(regions)))
+        return outputs
+
+
+def name_outputs(outputs: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """The outputs of a dense head, each after its kind."""
+    return [("boxes" if "bbox" in name else "logits", value) for name, value in outputs.items()]
+
+
+def name_proposals(objectness: Sequence[Tensor], deltas: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """The outputs of a region proposal head, each after its kind."""
+    return [("logits", value) for value in objectness] + [("boxes", value) for value in deltas]
 
 
 def pool_regions(levels: Sequence[Tensor], regions: int, side: int) -> Tensor:
-    """[B * regions, C, side, side]: a place of a level for each cell of each region of an image.
+    """[B * regions, C, side, side]: one place of the finest level for each cell of each region of an image.
 
-    A stand-in for RoIAlign, which mixes 16 places a cell: as many values written, most of them from a cache.
+    A stand-in for RoIAlign, which mixes 16 places for a cell, most of them from a cache, and writes as many values.
     """
     finest = levels[0]
     count, channels = finest.shape[:2]
@@ -301,8 +307,8 @@ class _BoxHead(nn.Module):
         self.predictor = FastRCNNPredictor(1024, detector.classes)
 
     def forward(self, regions: Tensor) -> tuple[Tensor, Tensor]:
-        seen = regions.mean((2, 3)) if self.pooled else self.layers(regions)
-        scores, boxes = self.predictor(seen)
+        features = regions.mean((2, 3)) if self.pooled else self.layers(regions)
+        scores, boxes = self.predictor(features)
         return scores, boxes
 
 
@@ -322,7 +328,7 @@ def _keypoint_head(width: int) -> nn.Module:
 
 
 class _Segmentation(nn.Module):
-    """The branch of panoptic pyramids: every level brought to a quarter of the image, summed, and 54 classes."""
+    """The semantic branch of panoptic pyramids: every level enlarged to a quarter of the image, summed, 54 classes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -354,8 +360,8 @@ class _Segmentation(nn.Module):
 
 
 def image_size(task_input: str) -> tuple[int, int] | None:
-    """Height and width named in a text, on multiples of 32; None where it names a set of images of many sizes."""
-    found = re.search(r"(\d+)x(\d+)", task_input)
-    if found is None or "1333" in task_input:
+    """Height and width in a text, rounded up to multiples of 32; None for none, and for COCO's images of many sizes."""
+    size = re.search(r"(\d+)x(\d+)", task_input)
+    if size is None or "1333" in task_input:
         return None
-    return math.ceil(int(found[1]) / 32) * 32, math.ceil(int(found[2]) / 32) * 32
+    return math.ceil(int(size[1]) / 32) * 32, math.ceil(int(size[2]) / 32) * 32

@@ -1,15 +1,16 @@
-"""Networks of timm: all of today's, and those that the public table knows under older names."""
+"""Networks of timm: all of the installed release, and those that the public table has under older names."""
 
 import csv
 import functools
 import json
 import math
 import sys
-from importlib import metadata, resources
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from precision_time.tasks.zoo.libraries.torchvision_door import load_timm
-from precision_time.tasks.zoo.networks import (
+from precision_time.tasks.zoo.network import (
     CLASSES,
     Built,
     Network,
@@ -31,10 +32,8 @@ class _Rename(NamedTuple):
 
 @functools.cache
 def older_names() -> dict[str, _Rename]:
-    """Names that timm has given up, or gives to another network: what builds it today, and how well that is known."""
-    text = (
-        resources.files("precision_time.tasks.zoo.libraries").joinpath("timm_renames.csv").read_text(encoding="utf-8")
-    )
+    """Names that timm has dropped or given to another network: today's name and options, and how well they match."""
+    text = Path(__file__).with_name("timm_renames.csv").read_text(encoding="utf-8")
     return {
         row["name"]: _Rename(row["timm_name"], json.loads(row["options"] or "{}"), row["match"])
         for row in csv.DictReader(text.splitlines())
@@ -42,11 +41,9 @@ def older_names() -> dict[str, _Rename]:
 
 
 def list_timm() -> list[Network]:
-    """Every architecture of the installed timm at its default input, then every older name at the same."""
-    timm = load_timm()
-    names = [*timm.list_models(), *older_names()]
-    found = [find_timm(name) for name in dict.fromkeys(names)]
-    return [network for network in found if network is not None]
+    """Every architecture of the installed timm at its default input, then every older name likewise."""
+    names = dict.fromkeys([*load_timm().list_models(), *older_names()])
+    return [network for name in names if (network := find_timm(name)) is not None]
 
 
 def find_timm(
@@ -54,7 +51,7 @@ def find_timm(
 ) -> Network | None:
     """The network called ``name`` for square images of ``side`` pixels (its default input); None for an unknown name.
 
-    ``task_input`` is what the entry calls its input, if not the side.
+    ``task_input`` names the input in the zoo (default: the side).
     """
     timm = load_timm()
     rename = older_names().get(name, _Rename(name, {}, ""))
@@ -69,12 +66,12 @@ def find_timm(
         if config is not None and config.fixed_input_size:
             options.setdefault("img_size", height)
     shape = (channels, height, width)
-    told = ", ".join(f"{key}={value}" for key, value in options.items())
+    arguments = ", ".join(f"{key}={value}" for key, value in options.items())
     return Network(
         name=name,
         task_input=task_input or (str(height) if height == width else f"{height}x{width}"),
         source=SOURCE,
-        builds=f"timm {metadata.version('timm')} {rename.timm_name}({told}) at {'x'.join(map(str, shape))}",
+        builds=f"timm {metadata.version('timm')} {rename.timm_name}({arguments}) at {'x'.join(map(str, shape))}",
         build=functools.partial(_build, rename.timm_name, options, shape),
         params=params,
         tolerance=0.0 if params is None else _rounding(params),
@@ -83,7 +80,7 @@ def find_timm(
 
 
 def _rounding(params: float) -> float:
-    """The table rounds to 0.01 M."""
+    """The relative tolerance of ``params``, which the public table rounds to 0.01 M."""
     return max(0.002, 0.0051e6 / params) if params and math.isfinite(params) else 0.0
 
 
@@ -91,6 +88,6 @@ def _build(timm_name: str, options: dict[str, Any], shape: tuple[int, ...]) -> B
     timm = load_timm()
     holders = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "timm"]
     make = functools.partial(timm.create_model, timm_name, pretrained=False, **options)
-    # Cutting the channels of a network on the meta device has crashed the process.
+    # Pruning channels on the meta device has crashed the process.
     module = build_light(make, holders=holders, for_real="pruned" in timm_name)
     return Built(module=module, make_batch=image_batches(*shape), loss_of=classify)

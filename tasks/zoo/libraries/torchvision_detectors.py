@@ -1,4 +1,4 @@
-"""torchvision's own detectors under its names: their parts over a fixed number of regions (see ``detectors``)."""
+"""torchvision's detectors under its own names: their parts over a fixed number of regions (see ``detectors``)."""
 
 import functools
 from importlib import metadata
@@ -14,11 +14,13 @@ from precision_time.tasks.zoo.libraries.detectors import (
     MASK_REGIONS,
     SOURCE,
     find_detector,
+    name_outputs,
+    name_proposals,
     pool_regions,
     sum_losses,
 )
 from precision_time.tasks.zoo.libraries.torchvision_door import load_torchvision
-from precision_time.tasks.zoo.networks import Built, Network, build_light
+from precision_time.tasks.zoo.network import Built, Network, build_light
 
 __all__ = ["list_torchvision_detectors"]
 
@@ -26,15 +28,15 @@ __all__ = ["list_torchvision_detectors"]
 def list_torchvision_detectors() -> list[Network]:
     """torchvision's detectors under its own names."""
     version = metadata.version("torchvision").partition("+")[0]
-    same = {
+    assembled = {
         "fasterrcnn_resnet50_fpn": "fasterrcnn_r50_fpn",
         "maskrcnn_resnet50_fpn": "maskrcnn_r50_fpn",
         "keypointrcnn_resnet50_fpn": "keypointrcnn_r50_fpn",
         "retinanet_resnet50_fpn": "retinanet_r50_fpn",
         "fcos_resnet50_fpn": "fcos_r50_fpn",
     }
-    found = [find_detector(canonical, called=name) for name, canonical in same.items()]
-    kinds = {
+    networks = [find_detector(canonical, called=name) for name, canonical in assembled.items()]
+    sizes = {
         "fasterrcnn_mobilenet_v3_large_fpn": COCO_SIZE,
         "fasterrcnn_mobilenet_v3_large_320_fpn": (320, 448),
         "ssd300_vgg16": (300, 300),
@@ -43,7 +45,7 @@ def list_torchvision_detectors() -> list[Network]:
         "fasterrcnn_resnet50_fpn_v2": COCO_SIZE,
         "maskrcnn_resnet50_fpn_v2": COCO_SIZE,
     }
-    found += [
+    networks += [
         Network(
             name=name,
             task_input="~800x1333" if size == COCO_SIZE else f"{size[0]}x{size[1]}",
@@ -51,9 +53,9 @@ def list_torchvision_detectors() -> list[Network]:
             builds=f"parts of torchvision {version} {name} at {size[0]}x{size[1]}, {BOX_REGIONS} box regions an image",
             build=functools.partial(_build_own, name, size),
         )
-        for name, size in kinds.items()
+        for name, size in sizes.items()
     ]
-    return [network for network in found if network is not None]
+    return [network for network in networks if network is not None]
 
 
 def _build_own(name: str, size: tuple[int, int]) -> Built:
@@ -80,15 +82,13 @@ class _Parts(nn.Module):
         features = self.backbone(image)
         levels = [features] if isinstance(features, Tensor) else list(features.values())
         if self.head is not None:
-            outputs = self.head(levels)
-            return [("boxes" if "bbox" in name else "logits", value) for name, value in outputs.items()]
+            return name_outputs(self.head(levels))
         if self.rpn_head is None or self.heads is None:
-            raise InputError("a detector has no heads", got=type(self).__name__, expected="a head or region heads")
-        objectness, deltas = self.rpn_head(levels)
-        found = [("logits", value) for value in objectness] + [("boxes", value) for value in deltas]
+            raise InputError("the detector has no heads", got=type(self).__name__, expected="a head or region heads")
+        outputs = name_proposals(*self.rpn_head(levels))
         scores, boxes = self.heads.box_predictor(self.heads.box_head(pool_regions(levels, BOX_REGIONS, 7)))
-        found += [("scores", scores), ("boxes", boxes)]
+        outputs += [("scores", scores), ("boxes", boxes)]
         if self.heads.mask_head is not None:
             masks = self.heads.mask_predictor(self.heads.mask_head(pool_regions(levels, MASK_REGIONS, 14)))
-            found.append(("logits", masks))
-        return found
+            outputs.append(("logits", masks))
+        return outputs

@@ -1,4 +1,4 @@
-"""Import torchvision also where its compiled operators do not load, as beside a CPU-only build of torch from PyPI."""
+"""Import torchvision where its compiled operators do not load, as beside a CPU-only build of torch; and import timm."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["load_timm", "load_torchvision"]
 
-#: What torchvision's Python code registers shape functions for; no network of the zoo calls any of them.
+#: Operators that torchvision's Python code registers shape functions for; no network of the zoo calls them.
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -41,7 +41,7 @@ _declared: list[Any] = []
 
 
 def load_torchvision() -> ModuleType:
-    """torchvision. Where its operators are missing their signatures are declared first, so that it imports."""
+    """Import torchvision. Where its operators are missing, their signatures are declared first, so that it imports."""
     if "torchvision" in sys.modules:
         return sys.modules["torchvision"]
     try:
@@ -50,13 +50,13 @@ def load_torchvision() -> ModuleType:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
         library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-        _declared.append(library)  # forgotten with its library otherwise
+        _declared.append(library)  # the declarations end with this object
         for schema in _SCHEMAS:
             library.define(schema)  # type: ignore[no-untyped-call]
         return importlib.import_module("torchvision")
 
 
 def load_timm() -> ModuleType:
-    """timm, which imports torchvision."""
+    """Import timm, which imports torchvision."""
     load_torchvision()
     return importlib.import_module("timm")

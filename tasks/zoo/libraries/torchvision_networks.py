@@ -1,4 +1,4 @@
-"""Networks of torchvision: classification, segmentation and video; its detectors stand in ``detectors``."""
+"""Networks of torchvision for classification, segmentation, video and optical flow."""
 
 import functools
 from importlib import metadata
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from precision_time.tasks.zoo.libraries.torchvision_door import load_torchvision
-from precision_time.tasks.zoo.networks import Built, Network, build_light, classify, image_batches
+from precision_time.tasks.zoo.network import Built, Network, build_light, classify, image_batches
 
 __all__ = ["find_torchvision", "list_torchvision"]
 
 SOURCE = "torchvision"
 
-#: Quantised copies of other networks compute in int8 and cannot be trained.
+#: Quantised networks compute in int8 and cannot be trained; ``torchvision_detectors`` lists the detectors.
 _LEFT_OUT = ("quantized_", "fasterrcnn", "maskrcnn", "keypointrcnn", "retinanet", "fcos", "ssd")
-#: Sides of the images that torchvision's own recipes train or evaluate on, where not 224.
+#: Sides of the images that torchvision's recipes train or evaluate on, where they are not 224.
 _SIDES = {
     "inception_v3": 299, "efficientnet_b1": 240, "efficientnet_b2": 288, "efficientnet_b3": 300, "efficientnet_b4": 380,
     "efficientnet_b5": 456, "efficientnet_b6": 528, "efficientnet_b7": 600, "efficientnet_v2_s": 384,
     "efficientnet_v2_m": 480, "efficientnet_v2_l": 480, "vit_h_14": 224, "swin_v2_t": 256, "swin_v2_s": 256,
     "swin_v2_b": 256,
 }  # fmt: skip
-#: Crops that the segmentation recipe trains on; clips of [frames, height, width] of the video recipes.
+#: Crops of the segmentation recipe; clips [frames, height, width] of the video recipes.
 _SEGMENTATION = ("deeplabv3_", "fcn_", "lraspp_")
 _SEGMENTATION_SIDE = 480
 _CLIPS = {
@@ -31,15 +31,14 @@ _CLIPS = {
     "mvit_v1_b": (16, 224, 224), "mvit_v2_s": (16, 224, 224), "swin3d_t": (16, 224, 224), "swin3d_s": (16, 224, 224),
     "swin3d_b": (16, 224, 224),
 }  # fmt: skip
-#: Sides at which a network's sizes are fixed by an argument.
+#: Networks that take the side of their images as an argument.
 _SIZED = ("vit_",)
 
 
 def list_torchvision() -> list[Network]:
     """Every architecture of the installed torchvision at its usual input, detectors and quantised ones left out."""
     names = load_torchvision().models.list_models()
-    found = [find_torchvision(name) for name in names if not name.startswith(_LEFT_OUT)]
-    return [network for network in found if network is not None]
+    return [network for name in names if (network := find_torchvision(name)) is not None]
 
 
 def find_torchvision(
@@ -67,12 +66,12 @@ def find_torchvision(
         if name.startswith("mnasnet"):
             options["dropout"] = 0.0
     sides = "x".join(map(str, shape[1:]))
-    told = ", ".join(f"{key}={value}" for key, value in options.items())
+    arguments = ", ".join(f"{key}={value}" for key, value in options.items())
     return Network(
         name=name,
         task_input=task_input or (str(shape[1]) if shape[1:] == (shape[1],) * 2 else sides),
         source=SOURCE,
-        builds=f"torchvision {metadata.version('torchvision').partition('+')[0]} {name}({told}) at 3x{sides}",
+        builds=f"torchvision {metadata.version('torchvision').partition('+')[0]} {name}({arguments}) at 3x{sides}",
         build=functools.partial(_build, name, options, shape),
         params=params,
         tolerance=0.002,
@@ -82,7 +81,7 @@ def find_torchvision(
 def _build(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> Built:
     torchvision = load_torchvision()
     if name in ("inception_v3", "googlenet"):
-        # both complain about their slow initialisation unless told
+        # both warn of their slow initialisation unless it is chosen
         options = options | {"init_weights": False, "aux_logits": True}
     module: nn.Module = build_light(lambda: torchvision.models.get_model(name, weights=None, **options))
     if name.startswith("raft"):

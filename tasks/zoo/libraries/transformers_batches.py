@@ -1,7 +1,6 @@
-"""Batches for networks of transformers by kind, and one loss for all of their outputs."""
+"""Batches for networks of transformers by kind of input, and one loss for all of their outputs."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ __all__ = ["BATCHES", "compute_loss"]
 
 Batch = dict[str, Tensor]
 
-#: Outputs that are scores [..., classes], and what they score.
+#: Outputs that are scores [..., classes], or values.
 _SCORES = (
     "logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits", "logits_per_image",
     "logits_per_text", "predicted_depth", "pred_boxes",
 )  # fmt: skip
-#: Outputs that stand for the whole where there are no scores.
+#: Outputs to train on where a network returns no scores; the first one counts.
 _STATES = ("prediction_outputs", "last_hidden_state", "image_embeds")
 
 
@@ -65,7 +64,7 @@ def _series(config: Any, length: int, target: int, samples: int) -> Batch:
     return {"past_values": torch.zeros(samples, length, config.num_input_channels)}
 
 
-#: ``batch(config, length, target, samples)`` by kind.
+#: By kind: ``batch(config, length, target, samples)``.
 BATCHES: dict[str, Callable[[Any, int, int, int], Batch]] = {
     "tokens": _tokens,
     "pairs": _pairs,
@@ -79,31 +78,18 @@ BATCHES: dict[str, Callable[[Any, int, int, int], Batch]] = {
 }
 
 
-@contextmanager
-def _no_chance() -> Iterator[None]:
-    """Single random numbers, by which layers are dropped, come as one half: fake tensors cannot be compared."""
-    draw = torch.rand
-
-    def draw_plainly(*shape: Any, **options: Any) -> Any:
-        return 0.5 if shape in ((), ([],), ((),)) and not options else draw(*shape, **options)
-
-    torch.rand = draw_plainly
-    try:
-        yield
-    finally:
-        torch.rand = draw
-
-
 def compute_loss(module: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of every score that a network gives, at every place; else the loss it computes, or a mean.
+    """The loss that the network computes, else the cross-entropy of all its scores, else the mean square of a state.
 
-    A connectionist loss (speech) is scored frame by frame: its own work is small beside the network's.
+    Where speech networks train with a CTC loss, every frame is scored instead: the work of CTC is small beside theirs.
     """
-    with _no_chance():
+    from precision_time.predictor.walking.huggingface import KeepLayers
+
+    with KeepLayers():
         output = module(**batch)
     if getattr(output, "loss", None) is not None:
-        own: Tensor = output.loss
-        return own
+        loss: Tensor = output.loss
+        return loss
     losses = []
     for name in _SCORES:
         scores = getattr(output, name, None)
@@ -118,7 +104,7 @@ def compute_loss(module: nn.Module, batch: Batch) -> Tensor:
         if flat.shape[-1] == 1:
             losses.append(F.binary_cross_entropy_with_logits(flat, torch.zeros_like(flat)))
         elif name == "logits" and scores.dim() == 2 and scores.shape == next(iter(batch.values())).shape:
-            # a yes or no for every token
+            # one binary score for every token
             losses.append(F.binary_cross_entropy_with_logits(scores, torch.zeros_like(scores)))
         else:
             losses.append(F.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.long, device=flat.device)))
@@ -129,5 +115,5 @@ def compute_loss(module: nn.Module, batch: Batch) -> Tensor:
                 losses.append(state.square().mean())
                 break
     if not losses:
-        raise InputError("a network gives no scores", got=str(list(output)), expected="logits or hidden states")
+        raise InputError("the network returns no scores", got=str(list(output)), expected="logits or hidden states")
     return torch.stack([loss.float() for loss in losses]).sum()

@@ -1,4 +1,4 @@
-"""Experts of transformers that shapes alone can follow: every expert gets as many tokens as every other."""
+"""Balanced experts for networks of transformers: every expert gets as many tokens as every other."""
 
 import math
 from typing import Any
@@ -12,11 +12,11 @@ _NAME = "balanced"
 
 
 def balance_experts(module: nn.Module) -> None:
-    """Let every mixture of experts in ``module`` deal its tokens out evenly.
+    """Make every mixture of experts in ``module`` route its tokens evenly.
 
-    Which expert a token goes to depends on values; benchmarks force a balanced routing too. The router, the sorting of
-    tokens by expert and the weighted sum stay; the products of all experts are one batched product, whose work and
-    weights are those of grouped kernels.
+    The expert of a token depends on values, which a walk of shapes lacks; benchmarks force a balanced routing too. The
+    router, the sorting of tokens by expert and the weighted sum stay. The products of all experts become one batched
+    product with the work and the weights of grouped kernels.
     """
     config = getattr(module, "config", None)
     if config is None or not any(hasattr(part, "_apply_gate") or _is_experts(part) for part in module.modules()):
@@ -25,22 +25,22 @@ def balance_experts(module: nn.Module) -> None:
 
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _run_balanced)
     for part in module.modules():
-        its = getattr(part, "config", None)
-        if its is not None and hasattr(its, "_experts_implementation"):
-            its._experts_implementation = _NAME
+        part_config = getattr(part, "config", None)
+        if part_config is not None and hasattr(part_config, "_experts_implementation"):
+            part_config._experts_implementation = _NAME
     config._experts_implementation = _NAME
 
 
 def count_active(module: nn.Module) -> dict[str, float]:
-    """``active_params``, those that one token passes through; nothing where there are no experts."""
+    """``active_params``, the parameters that one token passes through; empty where there are no experts."""
     config = getattr(module, "config", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
+    per_token = getattr(config, "num_experts_per_tok", None)
     idle = 0.0
     for part in module.modules():
-        if _is_experts(part) and chosen:
-            own = [parameter for parameter in part.parameters(recurse=False) if parameter.dim() > 1]
-            count = own[0].shape[0]
-            idle += sum(parameter.numel() for parameter in own) * (1 - min(chosen, count) / count)
+        if _is_experts(part) and per_token:
+            weights = [parameter for parameter in part.parameters(recurse=False) if parameter.dim() > 1]
+            experts = weights[0].shape[0]
+            idle += sum(weight.numel() for weight in weights) * (1 - min(per_token, experts) / experts)
     if not idle:
         return {}
     return {"active_params": round(sum(parameter.numel() for parameter in module.parameters()) - idle)}
@@ -50,13 +50,13 @@ def _is_experts(part: nn.Module) -> bool:
     return hasattr(part, "down_proj") and isinstance(part.down_proj, nn.Parameter) and part.down_proj.dim() == 3
 
 
-def _run_balanced(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """[T, H] for ``hidden`` [T, H], ``chosen`` [T, K] and ``weights`` [T, K]: K experts of each token, even shares."""
+def _run_balanced(experts: Any, hidden: Tensor, routes: Tensor, weights: Tensor) -> Tensor:
+    """``hidden`` [T, H], ``routes`` and ``weights`` [T, K] -> [T, H]: K experts for each token, in even shares."""
     tokens, width = hidden.shape
-    copies = chosen.shape[-1]
+    copies = routes.shape[-1]
     count = experts.num_experts
     share = math.ceil(tokens * copies / count)
-    order = chosen.reshape(-1).argsort()
+    order = routes.reshape(-1).argsort()
     rows = hidden[order // copies]
     if spare := count * share - len(rows):
         rows = torch.cat([rows, rows.new_zeros(spare, width)])

@@ -1,17 +1,18 @@
-"""Networks of transformers by configuration: sizes stand in TOML, weights are never made."""
+"""Networks of transformers by configuration, from the sizes in the TOML files of this folder, without weights."""
 
 import functools
 import importlib
 import tomllib
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from precision_time.tasks.zoo.libraries.transformers_batches import BATCHES, compute_loss
 from precision_time.tasks.zoo.libraries.transformers_experts import balance_experts, count_active
-from precision_time.tasks.zoo.networks import Built, Network, build_light
+from precision_time.tasks.zoo.network import Built, Network, build_light
 
 __all__ = ["FILES", "Configuration", "find_transformers", "list_transformers", "network_of", "read_configurations"]
 
@@ -19,21 +20,17 @@ SOURCE = "transformers"
 
 FILES = ("transformers.toml", "decoders.toml", "perception.toml")
 
-#: Layers and frames dropped by chance: which ones, only values tell.
+#: Rates at which layers are dropped at random: which ones depends on values.
 _CHANCES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-#: What keeps CUDA from its fused attention; in a network with fused kernels it is off in training too.
+#: Rates that keep CUDA from its fused attention. Networks that train with fused kernels set them to 0.
 _ATTENTION_DROPOUTS = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_pdrop",
-    "attn_dropout",
-    "attention_dropout_rate",
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout", "attention_dropout_rate",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """One line of the files: the classes, the sizes, and the usual input."""
+    """One network of the files: its classes of transformers, its sizes, and its usual input."""
 
     name: str
     config: str
@@ -42,16 +39,16 @@ class Configuration:
     length: int
     target: int
     options: dict[str, Any]
-    #: an output head beside the embedding, where the library ties the two whatever the configuration says
+    #: whether the output head has weights of its own, although the library always ties them to the embedding
     separate_head: bool
     params: float | None
     note: str
 
     def at(self, length: int) -> dict[str, Any]:
-        """The options of the configuration class for an input of ``length``."""
+        """The arguments of the configuration class for an input of ``length``."""
         options = dict(self.options)
         for positions in ("n_positions", "max_position_embeddings"):
-            # 0 marks learned positions that follow the length
+            # 0 marks learned positions, as many as the input has
             if options.get(positions) == 0:
                 options[positions] = length
         return options
@@ -60,63 +57,62 @@ class Configuration:
 @functools.cache
 def read_configurations() -> dict[str, Configuration]:
     """Every configuration of the files by name."""
-    found: dict[str, Configuration] = {}
+    configurations: dict[str, Configuration] = {}
     for file in FILES:
-        text = resources.files("precision_time.tasks.zoo.libraries").joinpath(file).read_text(encoding="utf-8")
+        text = Path(__file__).with_name(file).read_text(encoding="utf-8")
         for family in tomllib.loads(text).values():
             for name, line in family["models"].items():
-                own = {key: value for key, value in line.items() if key.startswith("_")}
-                found[name] = Configuration(
+                options = {key: value for key, value in line.items() if not key.startswith("_")}
+                configurations[name] = Configuration(
                     name=name,
                     config=family["config"],
-                    model=own.get("_model", family["model"]),
-                    batch=own.get("_batch", family["batch"]),
-                    length=own.get("_length", family["length"]),
-                    target=own.get("_target", family.get("target", 0)),
-                    options={**family.get("defaults", {}), **{key: line[key] for key in line if key not in own}},
-                    separate_head=own.get("_separate_head", family.get("separate_head", False)),
-                    params=own.get("_params"),
-                    note=own.get("_note", ""),
+                    model=line.get("_model", family["model"]),
+                    batch=line.get("_batch", family["batch"]),
+                    length=line.get("_length", family["length"]),
+                    target=line.get("_target", family.get("target", 0)),
+                    options={**family.get("defaults", {}), **options},
+                    separate_head=line.get("_separate_head", family.get("separate_head", False)),
+                    params=line.get("_params"),
+                    note=line.get("_note", ""),
                 )
-    return found
+    return configurations
 
 
 def list_transformers() -> list[Network]:
     """Every configuration at its usual length."""
-    found = [find_transformers(name) for name in read_configurations()]
-    return [network for network in found if network is not None]
+    return [network_of(configuration, configuration.length) for configuration in read_configurations().values()]
 
 
 def find_transformers(name: str, length: float | None = None, *, task_input: str = "") -> Network | None:
-    """The network called ``name`` for ``length`` tokens, audio samples or pixels (its usual); None without one."""
-    known = read_configurations().get(name)
-    if known is None:
+    """The network called ``name`` for ``length`` tokens, audio samples or pixels (its usual); None if unknown."""
+    configuration = read_configurations().get(name)
+    if configuration is None:
         return None
-    return network_of(known, round(length) if length else known.length, task_input=task_input)
+    return network_of(configuration, round(length) if length else configuration.length, task_input=task_input)
 
 
-def network_of(known: Configuration, size: int, *, task_input: str = "") -> Network:
+def network_of(configuration: Configuration, size: int, *, task_input: str = "") -> Network:
     """The network of a configuration for an input of ``size``."""
-    options = known.at(size)
-    told = ", ".join(f"{key}={value}" for key, value in options.items())
-    if known.separate_head:
-        told += ", separate head"
-    target = f" and {known.target}" if known.target else ""
+    options = configuration.at(size)
+    arguments = ", ".join(f"{key}={value}" for key, value in options.items())
+    if configuration.separate_head:
+        arguments += ", separate head"
+    target = f" and {configuration.target}" if configuration.target else ""
     return Network(
-        name=known.name,
+        name=configuration.name,
         task_input=task_input or str(size),
         source=SOURCE,
-        builds=f"transformers {metadata.version('transformers')} {known.model}({told}) at {size}{target}",
-        build=functools.partial(_build, known, size),
-        # the count holds for the usual length alone where positions are learned for each
-        params=known.params if options == known.at(known.length) else None,
+        builds=f"transformers {metadata.version('transformers')} {configuration.model}({arguments}) at {size}{target}",
+        build=functools.partial(_build, configuration, size),
+        # where positions are learned, the count holds for the usual length alone
+        params=configuration.params if options == configuration.at(configuration.length) else None,
         tolerance=1e-6,
-        note=known.note,
+        note=configuration.note,
     )
 
 
 def _load() -> Any:
-    # Its vision classes import torchvision where there is one.
+    # The vision classes of transformers import torchvision where it is installed.
     if importlib.util.find_spec("torchvision") is not None:
         from precision_time.tasks.zoo.libraries.torchvision_door import load_torchvision
 
@@ -126,16 +122,16 @@ def _load() -> Any:
     return transformers
 
 
-def _build(known: Configuration, size: int) -> Built:
+def _build(configuration: Configuration, size: int) -> Built:
     transformers = _load()
-    config = make_config(known, size)
-    model = getattr(transformers, known.model)
+    config = make_config(configuration, size)
+    model = getattr(transformers, configuration.model)
 
     def make() -> Any:
-        # Weights are tied, as the constructor's post-initialisation does.
+        # Without initialisation, weights have to be tied here.
         module = model(config)
         module.tie_weights()
-        if known.separate_head:
+        if configuration.separate_head:
             vocabulary, width = module.lm_head.weight.shape
             module.lm_head = nn.Linear(width, vocabulary, bias=False)
         return module
@@ -144,16 +140,16 @@ def _build(known: Configuration, size: int) -> Built:
     balance_experts(module)
     return Built(
         module=module,
-        make_batch=functools.partial(BATCHES[known.batch], config, size, known.target),
+        make_batch=functools.partial(BATCHES[configuration.batch], config, size, configuration.target),
         loss_of=compute_loss,
         sizes=_read_sizes(config, size) | count_active(module),
     )
 
 
-def make_config(known: Configuration, size: int) -> Any:
-    """The configuration object: no cache of keys, no dropout inside attention, fused attention where there is one."""
-    options = known.at(size)
-    config = getattr(_load(), known.config)(**options)
+def make_config(configuration: Configuration, size: int) -> Any:
+    """The configuration object without a cache of keys, dropout inside attention, or layers dropped at random."""
+    options = configuration.at(size)
+    config = getattr(_load(), configuration.config)(**options)
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         if part is None:
             continue
@@ -162,7 +158,7 @@ def make_config(known: Configuration, size: int) -> Any:
                 setattr(part, name, 0.0)
         if hasattr(part, "apply_spec_augment"):
             part.apply_spec_augment = False
-        # TOML has no word for nothing
+        # TOML has no None: 0 stands for it
         for name in ("sliding_window", "q_lora_rank"):
             if getattr(part, name, None) == 0:
                 setattr(part, name, None)
@@ -171,7 +167,7 @@ def make_config(known: Configuration, size: int) -> Any:
     return config
 
 
-#: Our names of sizes, and what configurations call them.
+#: Sizes by our name, and the fields of configurations that hold them.
 _SIZES = {
     "layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),

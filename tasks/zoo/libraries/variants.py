@@ -1,4 +1,4 @@
-"""Variants of library networks that the public table measures and no library lists: rebuilt from their sizes."""
+"""Variants of library networks that the public table measures and no library lists, rebuilt from their sizes."""
 
 import functools
 from collections.abc import Callable
@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.zoo.libraries.torchvision_door import load_timm, load_torchvision
-from precision_time.tasks.zoo.networks import CLASSES, Built, build_light, classify, image_batches
+from precision_time.tasks.zoo.network import CLASSES, Built, build_light, classify, image_batches
 
 __all__ = ["VARIANTS", "Variant", "build_variant"]
 
-#: Classes of Cityscapes, whose recipes train on crops of 512 x 1024.
+#: Classes of Cityscapes; its recipes train on crops of 512 x 1024.
 _STREET_CLASSES = 19
 
 
 class Variant(NamedTuple):
-    """The network, what an entry calls its input, the images [C, H, W], the published parameters, and the maker."""
+    """The network, the name of its input in the zoo, the images [C, H, W], the published parameters, and the maker."""
 
     network: str
     task_input: str
@@ -41,8 +41,8 @@ def _wide_squeeze(name: str) -> nn.Module:
 
     def squeeze(channels: int, rd_ratio: float = 0.25, **options: Any) -> nn.Module:
         options.pop("rd_channels", None)
-        made: nn.Module = SqueezeExcite(channels, rd_channels=max(1, channels // 4), **options)
-        return made
+        layer: nn.Module = SqueezeExcite(channels, rd_channels=max(1, channels // 4), **options)
+        return layer
 
     module: nn.Module = timm.create_model(name, pretrained=False, num_classes=CLASSES, se_layer=squeeze)
     return module
@@ -61,7 +61,7 @@ def _layer(before: int, after: int, *, kernel: int, groups: int = 1) -> nn.Modul
 
 
 class _StreetDecoder(nn.Module):
-    """DeepLabv3+ on ResNet-50 at an output stride of 16: pyramid of dilations, then a decoder at a quarter."""
+    """DeepLabv3+ on ResNet-50 with an output stride of 16: a pyramid of dilations, then a decoder at a quarter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,9 +82,9 @@ class _StreetDecoder(nn.Module):
         )
 
     def forward(self, image: Tensor) -> Tensor:
-        seen = self.body(image)
-        fine = self.fine(seen["fine"])
-        coarse = F.interpolate(self.pyramid(seen["coarse"]), size=fine.shape[-2:], mode="bilinear")
+        features = self.body(image)
+        fine = self.fine(features["fine"])
+        coarse = F.interpolate(self.pyramid(features["coarse"]), size=fine.shape[-2:], mode="bilinear")
         scores: Tensor = self.mix(torch.cat([coarse, fine], dim=1))
         return F.interpolate(scores, size=image.shape[-2:], mode="bilinear")
 

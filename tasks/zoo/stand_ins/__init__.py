@@ -1,1 +1,1 @@
-"""Plain-torch stand-ins of networks that no library builds; a test holds each to its published parameter count."""
+"""Plain-torch stand-ins for networks that no library builds; a test checks each published parameter count."""

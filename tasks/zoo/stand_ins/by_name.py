@@ -1,4 +1,4 @@
-"""Stand-ins by the name that the public table gives a network, and the inputs under which it names each."""
+"""Stand-ins by the names and inputs of the public table."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,8 +36,8 @@ Build = Callable[[], Workload]
 CRITEO, CRITEO_PLAIN = "Criteo 1TB, 13 dense + 26 categorical", "Criteo 1TB"
 LJSPEECH, LIBRISPEECH = "LJSpeech, variable length", "LibriSpeech utterances, variable length"
 
-#: Builders by name and by what the table says of the input; an empty input is the first one.
-VARIANTS: dict[str, tuple[tuple[Build, tuple[str, ...]], ...]] = {
+#: Builders by name, each with its inputs as the table spells them; the first one is the usual input.
+STAND_INS: dict[str, tuple[tuple[Build, tuple[str, ...]], ...]] = {
     "gnmt": ((build_gnmt, ("WMT16 en-de", "WMT16 en-de, variable length")),),
     "ssd300_resnet50": ((build_ssd300_resnet50, ("300", "300x300", "300x300 images")),),
     "ssd-resnet34-300": ((build_ssd300_resnet34, ("300", "300x300", "COCO 300x300")),),
@@ -83,29 +83,26 @@ VARIANTS: dict[str, tuple[tuple[Build, tuple[str, ...]], ...]] = {
 
 
 def stand_in_inputs(name: str) -> tuple[str, ...]:
-    """What the table (or a card) says of the input of the stand-in ``name``; the first is what "" means.
+    """The inputs of the stand-in ``name`` as the table or a card spells them, the usual one first.
 
-    Raises ``UnknownNameError`` for a name that has no stand-in.
+    Raises ``UnknownNameError`` for a name without a stand-in.
     """
-    if name not in VARIANTS:
-        raise UnknownNameError("stand-in", name, VARIANTS)
-    return tuple(task_input for _, inputs in VARIANTS[name] for task_input in inputs)
+    if name not in STAND_INS:
+        raise UnknownNameError("stand-in", name, STAND_INS)
+    return tuple(task_input for _, inputs in STAND_INS[name] for task_input in inputs)
 
 
 def build_stand_in(name: str, task_input: str = "") -> Workload:
     """The stand-in of the network ``name`` at one of ``stand_in_inputs(name)``, with random weights.
 
-    Its ``name`` is as asked for, its ``task_input`` too where one is given. Build under ``torch.device("meta")`` to
-    have shapes alone. Raises ``UnknownNameError`` for a name without a stand-in, ``InputError`` for an unlisted input.
+    The workload takes ``name`` and ``task_input`` for its own. Build it under ``torch.device("meta")`` to have shapes
+    alone. Raises ``UnknownNameError`` for a name without a stand-in, ``InputError`` for an unlisted input.
     """
-    known = stand_in_inputs(name)
-    for build, inputs in VARIANTS[name]:
+    known_inputs = stand_in_inputs(name)
+    for build, inputs in STAND_INS[name]:
         if not task_input or task_input in inputs:
             workload = build()
             return replace(workload, name=name, task_input=task_input or workload.task_input)
     raise InputError(
-        f"stand-in {name} is not known at this input", got=task_input, expected="one of: " + "; ".join(known)
+        f"stand-in {name} does not have this input", got=task_input, expected="one of: " + "; ".join(known_inputs)
     )
-
-
-STAND_INS: dict[str, Build] = {name: partial(build_stand_in, name) for name in VARIANTS}

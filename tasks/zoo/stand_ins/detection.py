@@ -7,23 +7,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Residual, Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_ssd300_resnet34", "build_ssd300_resnet50"]
 
 CLASSES = 81
 SIDE = 300
-#: Sides of the six maps in places: 8,732 boxes in all.
+#: Sides of the six feature maps, which hold 8,732 boxes in all.
 GRIDS = (38, 19, 10, 5, 3, 1)
-#: Boxes at each place of the six maps, and the sides in pixels of the square ones (SSD paper, COCO settings).
+#: Boxes at each place of the six maps, and the sides of the square boxes in pixels (SSD paper, COCO settings).
 BOXES_PER_PLACE = (4, 6, 6, 6, 4, 4)
 BOX_SIDES = (21, 45, 99, 153, 207, 261, 315)
-#: Negatives counted in the loss for each positive box.
+#: Negative boxes in the loss for each positive box.
 NEGATIVES = 3
 
 
 def make_anchors(grids: tuple[int, ...]) -> Tensor:
-    """The fixed boxes of all maps, [4, boxes] as centre x, y, width, height in shares of the image (SSD paper)."""
+    """The fixed boxes of all maps (SSD paper): [4, boxes], centre x and y, width and height in shares of the image."""
     boxes: list[tuple[float, float, float, float]] = []
     for grid, count, side, larger in zip(grids, BOXES_PER_PLACE, BOX_SIDES[:-1], BOX_SIDES[1:], strict=True):
         small, middle = side / SIDE, (side * larger) ** 0.5 / SIDE
@@ -39,8 +39,8 @@ def make_anchors(grids: tuple[int, ...]) -> Tensor:
 class Ssd(nn.Module):
     """SSD300: a ResNet cut after its third stage, kept at 38 x 38, five extra maps, heads on all six.
 
-    A stand-in of ours, not the trained code. Keeps: 8,732 boxes, 81 classes, heads of one convolution for places and
-    one for classes at each map. Leaves out: matching of boxes to objects on the host: the batch holds the assignment.
+    Keeps: 8,732 boxes, 81 classes, a convolution for places and one for classes at each map.
+    Leaves out: matching of boxes to objects on the host; the batch holds the assignment.
     """
 
     anchors: Tensor
@@ -72,26 +72,26 @@ class Ssd(nn.Module):
         for extra in self.extras:
             maps.append(extra(maps[-1]))
         places, classes = (
-            torch.cat([head(seen).view(len(images), values, -1) for head, seen in zip(heads, maps, strict=True)], dim=2)
+            torch.cat([head(level).view(len(images), values, -1) for head, level in zip(heads, maps, strict=True)], 2)
             for heads, values in ((self.places, 4), (self.classes, CLASSES))
         )
         return places, classes, self.anchors
 
 
 def score_boxes(outputs: tuple[Tensor, Tensor, Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
-    """The multibox loss, with the hardest negatives found by two sorts.
+    """The multibox loss with the hardest negatives, which two sorts find.
 
-    boxes [B, 4, A] and labels [B, A] (0 = background) tell each anchor its object, as matching would have.
+    boxes [B, 4, A] and labels [B, A] (0 = background) assign an object to each anchor.
     """
     places, classes, anchors = outputs
     target = torch.cat([10 * (boxes[:, :2] - anchors[:2]) / anchors[2:], 5 * (boxes[:, 2:] / anchors[2:]).log()], dim=1)
-    found = labels > 0
-    count = found.sum(dim=1)
-    place_loss = (F.smooth_l1_loss(places, target, reduction="none").sum(dim=1) * found).sum(dim=1)
+    positive = labels > 0
+    count = positive.sum(dim=1)
+    place_loss = (F.smooth_l1_loss(places, target, reduction="none").sum(dim=1) * positive).sum(dim=1)
     class_loss = F.cross_entropy(classes, labels, reduction="none")
-    rank = class_loss.masked_fill(found, 0.0).sort(dim=1, descending=True)[1].sort(dim=1)[1]
+    rank = class_loss.masked_fill(positive, 0.0).sort(dim=1, descending=True)[1].sort(dim=1)[1]
     hard = rank < (NEGATIVES * count).clamp(max=labels.shape[1]).unsqueeze(1)
-    total = place_loss + (class_loss * (found.float() + hard.float())).sum(dim=1)
+    total = place_loss + (class_loss * (positive.float() + hard.float())).sum(dim=1)
     return (total / count.clamp(min=1)).mean()
 
 
@@ -116,7 +116,7 @@ def _detector(name: str, module: nn.Module) -> Workload:
         centres = torch.rand(samples, 2, count, device=device)
         boxes = torch.cat([centres, 0.05 + 0.5 * torch.rand(samples, 2, count, device=device)], dim=1)
         labels = torch.randint(CLASSES, (samples, count), device=device)
-        # About one box in a hundred finds an object.
+        # About one box in a hundred is assigned to an object.
         labels = labels * (torch.rand(samples, count, device=device) < 0.01)
         return torch.randn(samples, 3, SIDE, SIDE, device=device), boxes, labels
 
@@ -124,22 +124,16 @@ def _detector(name: str, module: nn.Module) -> Workload:
         images, boxes, labels = batch
         return score_boxes(module(images), boxes, labels)
 
-    return Workload(
-        name=name,
-        family="ssd",
-        task_input=str(SIDE),
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["sgd_momentum"],
-        optimizer_name="sgd_momentum",
-    )
+    return make_workload(
+        name, module, family="ssd", task_input=str(SIDE), optimizer="sgd_momentum",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_ssd300_resnet50() -> Workload:
     """SSD300 on ResNet-50 as NVIDIA/DeepLearningExamples (PyTorch/Detection/SSD) lays it out; one sample is an image.
 
-    Its README tells no parameter count: 22.89 M by counting the network built from torchvision's ResNet-50.
+    Its README gives no parameter count: 22.89 M by counting the network built from torchvision's ResNet-50.
     """
     module = Ssd(
         _cut_resnet((3, 4, 6), bottleneck=True),

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_face_mobilenet", "build_face_resnet100"]
 
@@ -27,7 +27,7 @@ class FaceHead(nn.Module):
 
 
 class FaceResidual(nn.Module):
-    """A residual block with a norm first, PReLU between and the stride in its second convolution."""
+    """A residual block: norm first, PReLU between its convolutions, the stride in the second one."""
 
     def __init__(self, before: int, after: int, *, stride: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def _activated(before: int, after: int, *, kernel: int, stride: int = 1, groups:
 
 
 class DepthBlock(nn.Module):
-    """Widens, convolves by depth and narrows; ``shortcut`` adds what came in."""
+    """Widens, convolves by depth and narrows; ``shortcut`` adds the input."""
 
     def __init__(self, before: int, inner: int, after: int, *, stride: int, shortcut: bool) -> None:
         super().__init__()
@@ -75,26 +75,20 @@ def _recogniser(name: str, family: str, module: nn.Module) -> Workload:
     def compute_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         faces, people = batch
         cosines = module(faces).float().clamp(-0.999, 0.999)
-        own = cosines.gather(1, people[:, None])
-        logits = cosines.scatter(1, people[:, None], (own.acos() + MARGIN).cos())
+        true_cosines = cosines.gather(1, people[:, None])
+        logits = cosines.scatter(1, people[:, None], (true_cosines.acos() + MARGIN).cos())
         return F.cross_entropy(SCALE * logits, people)
 
-    return Workload(
-        name=name,
-        family=family,
-        task_input="112",
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["sgd_momentum"],
-        optimizer_name="sgd_momentum",
-    )
+    return make_workload(
+        name, module, family=family, task_input="112", optimizer="sgd_momentum",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_face_resnet100() -> Workload:
     """InsightFace's improved ResNet-100; one sample is a face of 112 x 112 pixels.
 
-    A stand-in of ours, not the trained code. Keeps: the head over all people with the ArcFace margin. Leaves out:
+    Keeps: the head over all people with the ArcFace margin. Leaves out:
     splitting of the head over GPUs. Sizes: deepinsight/insightface, recognition; 65.2 M parameters without the head
     (recalled, not re-checked).
     """
@@ -111,8 +105,8 @@ def build_face_resnet100() -> Workload:
 def build_face_mobilenet() -> Workload:
     """MobileFaceNet; one sample is a face of 112 x 112 pixels.
 
-    A stand-in of ours, not the trained code. Keeps and leaves out what ``build_face_resnet100`` does. Sizes: the
-    MobileFaceNets paper, which tells 0.99 M parameters for its network without the head.
+    Keeps and leaves out the same as ``build_face_resnet100``. Sizes: the MobileFaceNets paper, which gives 0.99 M
+    parameters for its network without the head.
     """
     layers: list[nn.Module] = [_activated(3, 64, kernel=3, stride=2), _activated(64, 64, kernel=3, groups=64)]
     before = 64

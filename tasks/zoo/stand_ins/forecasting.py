@@ -5,13 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_tft"]
 
-#: Quantiles forecast.
+#: Quantiles to forecast.
 QUANTILES = (0.1, 0.5, 0.9)
-#: Known inputs at every step, and with the target those of the past.
+#: Inputs that are known at every step, and inputs of the past, which has the target too.
 KNOWN, PAST = 3, 4
 
 
@@ -47,7 +47,7 @@ class GatedResidual(nn.Module):
 
 
 class VariableChoice(nn.Module):
-    """Weighs the ``count`` inputs of a step by a softmax, each after a residual network of its own."""
+    """Weighs the ``count`` inputs of a step by a softmax; each input first passes its own residual network."""
 
     def __init__(self, width: int, count: int, *, context: bool) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class VariableChoice(nn.Module):
 
 
 class FusionTransformer(nn.Module):
-    """The temporal fusion transformer. A stand-in of ours, not the trained code.
+    """The temporal fusion transformer.
 
     Keeps: choice of variables, two LSTMs over past and future, one layer of attention with shared values, gates.
-    Leaves out: nothing that trains.
-    Sizes: NVIDIA/DeepLearningExamples, PyTorch/Forecasting/TFT (hidden 128, 4 heads), which tells no parameter count.
+    Leaves out: nothing that is trained.
+    Sizes: NVIDIA/DeepLearningExamples, PyTorch/Forecasting/TFT (hidden 128, 4 heads), which gives no parameter count.
     """
 
     def __init__(self, *, series: int, past: int, width: int = 128, heads: int = 4) -> None:
@@ -130,13 +130,8 @@ def build_tft(*, series: int = 369, past: int = 168, future: int = 24) -> Worklo
         levels = torch.tensor(QUANTILES, device=errors.device)
         return torch.maximum(levels * errors, (levels - 1) * errors).sum(dim=-1).mean()
 
-    return Workload(
-        name="tft",
-        family="tft",
-        task_input=f"{past}+{future}",
-        module=FusionTransformer(series=series, past=past),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "tft", FusionTransformer(series=series, past=past),
+        family="tft", task_input=f"{past}+{future}", optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

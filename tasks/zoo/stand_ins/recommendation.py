@@ -1,4 +1,4 @@
-"""Stand-ins of recommenders, whose weight lies in embedding tables: DLRM, DCNv2, NCF, wide and deep, VAE-CF."""
+"""Stand-ins of recommenders: DLRM, DCNv2, NCF, wide and deep, VAE-CF. Most of their weights are embedding tables."""
 
 import itertools
 
@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["CRITEO_ROWS", "build_dcnv2", "build_dlrm", "build_ncf", "build_vae_cf", "build_wide_and_deep"]
 
-#: Rows of the 26 tables over Criteo 1TB, by how they are cut. Names of NVIDIA/DeepLearningExamples: values seen fewer
-#: than 15 times share a row (small), fewer than 3 (large), none (extra large); MLPerf's: at most 40 million rows, as
-#: DLRM read them (mlperf) and as DCNv2 does (mlperf_multi_hot).
+#: Rows of the 26 tables over Criteo 1TB by their size. Of NVIDIA/DeepLearningExamples: values that occur fewer than 15
+#: times (small) or 3 times (large) share a row, none do (xlarge). Of MLPerf: at most 40 million rows, as DLRM
+#: (mlperf) and DCNv2 (mlperf_multi_hot) have them.
 CRITEO_ROWS: dict[str, tuple[int, ...]] = {
     "small": (
         7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11, 2209, 10667, 104, 4, 968,
@@ -37,7 +37,7 @@ CRITEO_ROWS: dict[str, tuple[int, ...]] = {
     ),
 }  # fmt: skip
 
-#: Values that one record gives to each of the 26 tables in MLPerf's multi-hot data.
+#: Values of one record for each of the 26 tables in MLPerf's multi-hot data.
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 ONE_HOT = (1,) * 26
 DENSE, WIDTH = 13, 128
@@ -51,7 +51,7 @@ def _perceptron(*widths: int, last_relu: bool) -> nn.Sequential:
 
 
 class JointTable(nn.Module):
-    """All tables in one, as the fused lookups keep them; its gradient is sparse: only rows looked up are touched."""
+    """All tables in one, as fused lookups keep them; its gradient is sparse and holds only the rows looked up."""
 
     starts: Tensor
 
@@ -81,11 +81,11 @@ class JointTable(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """DLRM: perceptrons around the pairwise products of 26 embeddings. A stand-in of ours, not the trained code.
+    """DLRM: perceptrons around the pairwise products of 26 embeddings.
 
     Keeps: one joint table looked up by one gather, sparse gradients, products of all pairs, padding to 480 inputs.
     Leaves out: splitting of the tables over GPUs with its all-to-all exchange, and fused kernels.
-    Sizes: NVIDIA/DeepLearningExamples, PyTorch/Recommendation/DLRM, whose README tells 4.2 G (small), 22.8 G (large)
+    Sizes: NVIDIA/DeepLearningExamples, PyTorch/Recommendation/DLRM, whose README gives 4.2 G (small), 22.8 G (large)
     and 113 G (extra large) parameters.
     """
 
@@ -102,10 +102,10 @@ class Dlrm(nn.Module):
 
     def forward(self, dense: Tensor, values: Tensor) -> Tensor:
         """dense [B, 13], values [B, sum(hot)] -> logits [B]."""
-        known = self.bottom(dense)
-        vectors = torch.cat([known.unsqueeze(1), self.tables(values).to(known.dtype)], dim=1)
+        features = self.bottom(dense)
+        vectors = torch.cat([features.unsqueeze(1), self.tables(values).to(features.dtype)], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)[:, self.pairs]
-        logits: Tensor = self.top(torch.cat([known, products, torch.zeros_like(known[:, :1])], dim=1))
+        logits: Tensor = self.top(torch.cat([features, products, torch.zeros_like(features[:, :1])], dim=1))
         return logits.squeeze(1)
 
 
@@ -122,9 +122,9 @@ class CrossLayer(nn.Module):
 
 
 class Dcnv2(nn.Module):
-    """DLRM with three low-rank cross layers in place of the products. A stand-in of ours, not the trained code.
+    """DLRM with three low-rank cross layers in place of the products.
 
-    Keeps: cross layers of rank 512, one joint table, multi-hot pooling where told, sparse gradients.
+    Keeps: cross layers of rank 512, one joint table, multi-hot pooling where chosen, sparse gradients.
     Leaves out: splitting of the tables over GPUs with its all-to-all exchange.
     Sizes: MLPerf Training (mlcommons/training, recommendation_v2): 204 million rows of 128.
     """
@@ -139,8 +139,8 @@ class Dcnv2(nn.Module):
 
     def forward(self, dense: Tensor, values: Tensor) -> Tensor:
         """dense [B, 13], values [B, sum(hot)] -> logits [B]."""
-        known = self.bottom(dense)
-        start = state = torch.cat([known.unsqueeze(1), self.tables(values).to(known.dtype)], dim=1).flatten(1)
+        features = self.bottom(dense)
+        start = state = torch.cat([features.unsqueeze(1), self.tables(values).to(features.dtype)], dim=1).flatten(1)
         for layer in self.cross:
             state = layer(start, state)
         logits: Tensor = self.top(state)
@@ -163,20 +163,14 @@ def _clicks(
         inputs, values, labels = batch
         return F.binary_cross_entropy_with_logits(module(inputs, values), labels)
 
-    return Workload(
-        name=name,
-        family=family,
-        task_input="1",
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS[optimizer],
-        optimizer_name=optimizer,
-    )
+    return make_workload(
+        name, module, family=family, task_input="1", optimizer=optimizer,
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_dlrm(size: str) -> Workload:
-    """DLRM with the tables ``CRITEO_ROWS[size]``; one sample is a record. The large ones fit a meta device only."""
+    """DLRM with the tables ``CRITEO_ROWS[size]``; one sample is a record. Large ones fit on the meta device only."""
     rows = CRITEO_ROWS[size]
     module = Dlrm(rows, hot=ONE_HOT)
     return _clicks("dlrm", "dlrm", module, dense=DENSE, rows=rows, hot=ONE_HOT, optimizer="sgd")
@@ -190,7 +184,7 @@ def build_dcnv2(size: str, *, multi_hot: bool = False) -> Workload:
 
 
 class WideAndDeep(nn.Module):
-    """Wide and deep: a linear model over categories beside a perceptron. A stand-in of ours, not the trained code.
+    """Wide and deep: a linear model over categories beside a perceptron.
 
     Keeps: 13 tables of 19 to 128 columns, five hidden layers of 1,024, a wide weight for every category.
     Leaves out: multi-hot columns, and the second optimizer for the wide part.
@@ -230,9 +224,10 @@ def build_wide_and_deep() -> Workload:
 
 
 class NeuMf(nn.Module):
-    """NCF (NeuMF) over MovieLens 20M. A stand-in of ours, not the trained code.
+    """NCF (NeuMF) over MovieLens 20M.
 
-    Keeps: two pairs of tables, dense gradients and a dense Adam over them, dropout. Leaves out: nothing that trains.
+    Keeps: two pairs of tables, dense gradients and a dense Adam over them, dropout.
+    Leaves out: nothing that is trained.
     Sizes: NVIDIA/DeepLearningExamples, PyTorch/Recommendation/NCF (31.8 M parameters; recalled, not re-checked).
     """
 
@@ -255,7 +250,7 @@ class NeuMf(nn.Module):
 
 
 def build_ncf() -> Workload:
-    """NCF; one sample is a pair of a user and an item, true or drawn."""
+    """NCF; one sample is a pair of a user and an item, true or sampled."""
     users, items = 138493, 26744
 
     def make_batch(samples: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,20 +265,14 @@ def build_ncf() -> Workload:
         viewers, films, labels = batch
         return F.binary_cross_entropy_with_logits(module(viewers, films), labels)
 
-    return Workload(
-        name="ncf",
-        family="ncf",
-        task_input="1",
-        module=NeuMf(users=users, items=items),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "ncf", NeuMf(users=users, items=items), family="ncf", task_input="1", optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 class VaeCf(nn.Module):
-    """A variational autoencoder over the films that a user saw. A stand-in of ours, not the trained code.
+    """A variational autoencoder over the films of a user.
 
     Keeps: 20,108-600-200-600-20,108, dropout on the input. Leaves out: the sparse product of the first layer (dense
     here).
@@ -297,9 +286,9 @@ class VaeCf(nn.Module):
         )
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.Tanh(), nn.Linear(hidden, items))
 
-    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """seen [B, items] -> logits [B, items], mean and log-variance [B, latent]."""
-        mean, variance = self.encoder(F.normalize(seen)).chunk(2, dim=1)
+    def forward(self, films: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """films [B, items] -> logits [B, items], mean and log-variance [B, latent]."""
+        mean, variance = self.encoder(F.normalize(films)).chunk(2, dim=1)
         return self.decoder(mean + torch.randn_like(mean) * (0.5 * variance).exp()), mean, variance
 
 
@@ -312,17 +301,11 @@ def build_vae_cf() -> Workload:
 
     def compute_loss(module: nn.Module, batch: Tensor) -> Tensor:
         logits, mean, variance = module(batch)
-        told = -(logits.log_softmax(dim=1) * batch).sum(dim=1).mean()
-        loss: Tensor = told - 0.1 * (1 + variance - mean.square() - variance.exp()).sum(dim=1).mean()
+        reconstruction = -(logits.log_softmax(dim=1) * batch).sum(dim=1).mean()
+        loss: Tensor = reconstruction - 0.1 * (1 + variance - mean.square() - variance.exp()).sum(dim=1).mean()
         return loss
 
-    return Workload(
-        name="vae_cf",
-        family="vae_cf",
-        task_input=str(items),
-        module=VaeCf(items=items),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "vae_cf", VaeCf(items=items), family="vae_cf", task_input=str(items), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

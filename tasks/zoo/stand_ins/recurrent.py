@@ -5,16 +5,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_gnmt", "build_rnnt", "build_tacotron2"]
 
-#: Mean of the token pairs of a sentence pair in the rows of lambdal/deeplearning-benchmark is 24.4: 24 source tokens
-#: and 25 target tokens (which carry the end mark) are the nearest whole numbers.
+#: A sentence pair has 24.4 token pairs in the mean in the rows of lambdal/deeplearning-benchmark. The nearest whole
+#: numbers are 24 source tokens and 25 target tokens, which include the end mark.
 GNMT_SOURCE, GNMT_TARGET = 24, 25
 
-#: An utterance of LJSpeech has 565 mel frames and 100 characters in the mean, but a batch is padded to its longest:
-#: near 860 frames (10 s at 86.13 frames per second) and 160 characters once some tens are drawn. Our estimate.
+#: An utterance of LJSpeech has 565 mel frames and 100 characters in the mean, but a batch is padded to its longest one.
+#: In batches of some tens we estimate 860 frames (10 s at 86.13 frames per second) and 160 characters.
 TACOTRON_FRAMES, TACOTRON_FRAMES_MEAN, TACOTRON_CHARACTERS, TACOTRON_CHARACTERS_MEAN = 860, 565, 160, 100
 
 
@@ -37,7 +37,7 @@ class NormedAttention(nn.Module):
 
 
 class Gnmt(nn.Module):
-    """GNMT with 4 + 4 LSTM layers of 1024. A stand-in of ours, not the trained code.
+    """GNMT with 4 + 4 LSTM layers of 1024.
 
     Keeps: the shared embedding, the bidirectional first layer, shortcuts from the third layer on, attention computed
     from the first decoder layer for all teacher-forced steps at once, dropout, a full softmax with label smoothing.
@@ -91,25 +91,19 @@ def build_gnmt(*, source: int = GNMT_SOURCE, target: int = GNMT_TARGET) -> Workl
             module(sentence, words).flatten(0, 1), labels.t().flatten(), ignore_index=0, label_smoothing=0.1
         )
 
-    return Workload(
-        name="gnmt",
-        family="gnmt",
-        task_input=str(target),
-        module=Gnmt(vocabulary=vocabulary),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "gnmt", Gnmt(vocabulary=vocabulary), family="gnmt", task_input=str(target), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 class RnnT(nn.Module):
-    """RNN-T of MLPerf Training. A stand-in of ours, not the trained code.
+    """RNN-T of MLPerf Training.
 
     Keeps: an encoder of 2 + 3 LSTM layers of 1024 with two frames stacked between them, a prediction network of two
     layers of 512, the joint network over every (frame, token) pair with 1,024 classes.
     Leaves out: the sum over alignments of the transducer loss (one small fused kernel): the log-probabilities are
-    computed, and those of the blank and of the label are averaged. Features are given, not computed from audio.
+    computed, and those of the blank and of the label are averaged. The batch holds the features, not audio.
     Sizes: mlcommons/training, rnn_speech_recognition (49 M parameters; recalled, not re-checked).
     """
 
@@ -152,16 +146,10 @@ def build_rnnt(*, frames: int = 410, words: int = 64) -> Workload:
         loss: Tensor = -scores[..., -1].mean() - scores[:, :, :-1].gather(-1, index).mean()
         return loss
 
-    return Workload(
-        name="rnnt",
-        family="rnnt",
-        task_input=str(frames),
-        module=RnnT(classes=classes, features=features),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adamw"],
-        optimizer_name="adamw",
-    )
+    return make_workload(
+        "rnnt", RnnT(classes=classes, features=features), family="rnnt", task_input=str(frames), optimizer="adamw",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def _voice_convolution(before: int, after: int) -> list[nn.Module]:
@@ -195,7 +183,7 @@ class FrameDecoder(nn.Module):
         decoded = (memory.new_zeros(samples, self.cell), memory.new_zeros(samples, self.cell))
         weights, total = memory.new_zeros(samples, length), memory.new_zeros(samples, length)
         context = memory.new_zeros(samples, memory.shape[2])
-        made, stops = [], []
+        mels, stops = [], []
         for step in inputs.unbind(1):
             attended = self.attending(torch.cat([step, context], dim=1), attended)
             query = self.query(self.dropout(attended[0])).unsqueeze(1)
@@ -205,14 +193,14 @@ class FrameDecoder(nn.Module):
             context = torch.bmm(weights.unsqueeze(1), memory).squeeze(1)
             total = total + weights
             decoded = self.decoding(torch.cat([attended[0], context], dim=1), decoded)
-            known = torch.cat([self.dropout(decoded[0]), context], dim=1)
-            made.append(self.frame(known))
-            stops.append(self.gate(known))
-        return torch.stack(made, dim=1), torch.cat(stops, dim=1)
+            state = torch.cat([self.dropout(decoded[0]), context], dim=1)
+            mels.append(self.frame(state))
+            stops.append(self.gate(state))
+        return torch.stack(mels, dim=1), torch.cat(stops, dim=1)
 
 
 class Tacotron2(nn.Module):
-    """Tacotron 2, from characters to mel frames. A stand-in of ours, not the trained code.
+    """Tacotron 2, from characters to mel frames.
 
     Keeps: three convolutions and a bidirectional LSTM over the characters, a teacher-forced decoder that runs step
     after step in a loop of LSTM cells, a convolutional postnet, padding to the longest utterance of the batch.
@@ -238,12 +226,12 @@ class Tacotron2(nn.Module):
         """text [B, L], characters [B], frames [B, mels, T], lengths [B] -> two mels [B, mels, T], stops [B, T]."""
         memory = self.encoder(self.convolutions(self.symbols(text).transpose(1, 2)).transpose(1, 2))[0]
         hidden = torch.arange(text.shape[1], device=text.device) >= characters[:, None]
-        made, stops = self.decoder(memory, hidden, frames.transpose(1, 2))
-        made = made.transpose(1, 2)
-        refined = made + self.postnet(made)
+        mels, stops = self.decoder(memory, hidden, frames.transpose(1, 2))
+        mels = mels.transpose(1, 2)
+        refined = mels + self.postnet(mels)
         late = torch.arange(frames.shape[2], device=text.device) >= lengths[:, None]
         silent = late.unsqueeze(1)
-        return made.masked_fill(silent, 0.0), refined.masked_fill(silent, 0.0), stops.masked_fill(late, 1e3)
+        return mels.masked_fill(silent, 0.0), refined.masked_fill(silent, 0.0), stops.masked_fill(late, 1e3)
 
 
 def build_tacotron2(*, frames: int = TACOTRON_FRAMES, characters: int = TACOTRON_CHARACTERS) -> Workload:
@@ -256,24 +244,18 @@ def build_tacotron2(*, frames: int = TACOTRON_FRAMES, characters: int = TACOTRON
 
     def make_batch(samples: int, device: torch.device | str) -> tuple[Tensor, ...]:
         text = torch.randint(symbols, (samples, characters), device=device)
-        said = torch.full((samples,), min(characters, TACOTRON_CHARACTERS_MEAN), device=device)
+        text_lengths = torch.full((samples,), min(characters, TACOTRON_CHARACTERS_MEAN), device=device)
         lengths = torch.full((samples,), min(frames, TACOTRON_FRAMES_MEAN), device=device)
-        return text, said, torch.randn(samples, mels, frames, device=device), lengths
+        return text, text_lengths, torch.randn(samples, mels, frames, device=device), lengths
 
     def compute_loss(module: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         *_, target, lengths = batch
-        made, refined, stops = module(*batch)
+        coarse, refined, stops = module(*batch)
         ended = (torch.arange(stops.shape[1], device=stops.device) >= lengths[:, None] - 1).to(stops.dtype)
         gate = F.binary_cross_entropy_with_logits(stops, ended)
-        return F.mse_loss(made, target) + F.mse_loss(refined, target) + gate
+        return F.mse_loss(coarse, target) + F.mse_loss(refined, target) + gate
 
-    return Workload(
-        name="tacotron2",
-        family="tacotron",
-        task_input=str(frames),
-        module=Tacotron2(symbols=symbols, mels=mels),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "tacotron2", Tacotron2(symbols=symbols, mels=mels), family="tacotron", task_input=str(frames), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

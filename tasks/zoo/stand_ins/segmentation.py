@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = [
     "build_nnunet_2d",
@@ -36,7 +36,7 @@ def _normed_pair(before: int, after: int, *, dimensions: int, stride: int) -> nn
 
 
 class NnUnet(nn.Module):
-    """The U-Net of nnU-Net in 2 or 3 dimensions. A stand-in of ours, not the trained code.
+    """The U-Net of nnU-Net in 2 or 3 dimensions.
 
     Keeps: strided pairs of 3-wide convolutions with instance norm and leaky ReLU, transposed convolutions, full skips.
     Leaves out: deep supervision (outputs below the full size).
@@ -70,11 +70,11 @@ class NnUnet(nn.Module):
 def score_regions(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy plus one minus the Dice overlap of each class. logits [B, C, ...], labels [B, ...] -> []."""
     classes = torch.arange(logits.shape[1], device=labels.device).view(-1, *[1] * (labels.dim() - 1))
-    wanted = (labels.unsqueeze(1) == classes).to(logits.dtype)
+    target = (labels.unsqueeze(1) == classes).to(logits.dtype)
     shares = logits.softmax(dim=1)
     places = tuple(range(2, logits.dim()))
-    overlap = (shares * wanted).sum(dim=places)
-    total = shares.sum(dim=places) + wanted.sum(dim=places)
+    overlap = (shares * target).sum(dim=places)
+    total = shares.sum(dim=places) + target.sum(dim=places)
     return F.cross_entropy(logits, labels) + 1 - ((2 * overlap + 1e-6) / (total + 1e-6)).mean()
 
 
@@ -94,19 +94,13 @@ def _segmenter(
         return image, torch.randint(classes, (samples, *labels), device=device)
 
     def compute_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        image, wanted = batch
-        return loss(module(image), wanted)
+        image, labels = batch
+        return loss(module(image), labels)
 
-    return Workload(
-        name=name,
-        family=family,
-        task_input="x".join(map(str, shape[1:])),
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS[optimizer],
-        optimizer_name=optimizer,
-    )
+    return make_workload(
+        name, module, family=family, task_input="x".join(map(str, shape[1:])), optimizer=optimizer,
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_nnunet_2d(*, sides: tuple[int, int] = (192, 160)) -> Workload:
@@ -123,7 +117,10 @@ def build_nnunet_3d(*, side: int = 128) -> Workload:
 
 
 def build_unet_3d(*, inputs: int, classes: int, optimizer: str, side: int = 128) -> Workload:
-    """U-Net 3D; one sample is a cube of ``side`` voxels with ``inputs`` modalities (KiTS19: 1 to 3; BraTS: 4 to 4)."""
+    """U-Net 3D; one sample is a cube of ``side`` voxels with ``inputs`` modalities.
+
+    KiTS19 has 1 modality and 3 classes, BraTS 4 and 4.
+    """
     module = NnUnet((32, 64, 128, 256, 320, 320), inputs=inputs, classes=classes, dimensions=3)
     return _segmenter("unet3d", "unet", module, shape=(inputs, *[side] * 3), labels=(side,) * 3, classes=classes,
                       optimizer=optimizer)  # fmt: skip
@@ -136,7 +133,7 @@ def _plain_pair(before: int, after: int, *, padding: int) -> nn.Sequential:
 
 
 class MedicalUnet(nn.Module):
-    """The U-Net of 2015: no norm, no padding, 572 pixels in and 388 out. A stand-in of ours, not the trained code.
+    """The U-Net of 2015: no norm, no padding, 572 pixels in and 388 out.
 
     Keeps: five levels of 64 to 1,024 channels, cropped skips. Leaves out: dropout.
     Sizes: NVIDIA/DeepLearningExamples, TensorFlow2/Segmentation/UNet_Medical; the U-Net paper's network has 31.0 M
@@ -174,10 +171,10 @@ def build_unet_medical() -> Workload:
 
 
 class IndustrialUnet(nn.Module):
-    """A small U-Net for faults of surfaces. A stand-in of ours, not the trained code.
+    """A small U-Net that finds faults on surfaces.
 
     Keeps: four levels of 32 to 256 channels, a sigmoid output. Leaves out: augmentation.
-    Sizes: the tiny U-Net of NVIDIA/DeepLearningExamples, TensorFlow/Segmentation/UNet_Industrial, whose README tells
+    Sizes: the tiny U-Net of NVIDIA/DeepLearningExamples, TensorFlow/Segmentation/UNet_Industrial, whose README gives
     1,824,945 parameters (this one: 1.4 % more).
     """
 
@@ -237,10 +234,10 @@ class VolumeResidual(nn.Module):
 
 
 class Vnet(nn.Module):
-    """V-Net with three levels down and two residual levels up. A stand-in of ours, not the trained code.
+    """V-Net with three levels down and two residual levels up.
 
-    Keeps: residual blocks, strided and transposed convolutions with batch norm. Leaves out: nothing that trains.
-    Sizes: defaults of NVIDIA/DeepLearningExamples, TensorFlow/Segmentation/VNet, which tells no parameter count.
+    Keeps: residual blocks, strided and transposed convolutions with batch norm. Leaves out: nothing that is trained.
+    Sizes: defaults of NVIDIA/DeepLearningExamples, TensorFlow/Segmentation/VNet, which gives no parameter count.
     """
 
     def __init__(self, *, down: tuple[int, ...] = (3, 3, 3), up: tuple[int, ...] = (3, 3), classes: int = 3) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 from precision_time.tasks.zoo.stand_ins.recurrent import TACOTRON_CHARACTERS, TACOTRON_FRAMES
 
 __all__ = ["build_fastpitch", "build_jasper", "build_quartznet"]
@@ -18,7 +18,7 @@ LIBRISPEECH_FRAMES = 1230
 
 
 class MaskedConvolution(nn.Module):
-    """A 1-D convolution that first silences what lies beyond the end, then a batch norm; by depth and point if told."""
+    """A 1-D convolution over masked sound, then a batch norm; ``separable`` convolves by depth and by point."""
 
     def __init__(
         self, before: int, after: int, *, kernel: int, stride: int = 1, dilation: int = 1, separable: bool = False
@@ -68,13 +68,13 @@ class SoundBlock(nn.Module):
 
 
 class Jasper(nn.Module):
-    """Jasper 10x5 with dense shortcuts, or (``separable``) QuartzNet 15x5. A stand-in of ours, not the trained code.
+    """Jasper 10x5 with dense shortcuts, or (``separable``) QuartzNet 15x5.
 
     Keeps: every convolution with its mask and batch norm, dropout, the shortcuts (Jasper: from all earlier blocks).
-    Leaves out: the CTC loss (a shape-only device has none): each frame is scored against one given character instead;
-    and the mel features and their augmentation, which are given.
-    Sizes: NVIDIA/DeepLearningExamples, PyTorch/SpeechRecognition/{Jasper,QuartzNet}; its README tells 333 M parameters
-    for Jasper, and osmr/imgclsmob's tests 332,632,349; QuartzNet's paper tells 18.9 M.
+    Leaves out: the CTC loss, which the meta device lacks (each frame is scored against one given character instead),
+    and the computation of mel features with their augmentation.
+    Sizes: NVIDIA/DeepLearningExamples, PyTorch/SpeechRecognition/{Jasper,QuartzNet}; its README gives 333 M parameters
+    for Jasper, and osmr/imgclsmob's tests 332,632,349; QuartzNet's paper gives 18.9 M.
     """
 
     def __init__(
@@ -118,16 +118,10 @@ def _listener(name: str, module: nn.Module, *, frames: int) -> Workload:
         sound, ends, labels = batch
         return F.cross_entropy(module(sound, ends), labels)
 
-    return Workload(
-        name=name,
-        family="jasper",
-        task_input=str(frames),
-        module=module,
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adamw"],
-        optimizer_name="adamw",
-    )
+    return make_workload(
+        name, module, family="jasper", task_input=str(frames), optimizer="adamw",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def build_jasper(*, frames: int = LIBRISPEECH_FRAMES) -> Workload:
@@ -189,12 +183,12 @@ class TokenPredictor(nn.Module):
 
 
 class FastPitch(nn.Module):
-    """FastPitch 1.1, from characters to mel frames. A stand-in of ours, not the trained code.
+    """FastPitch 1.1, from characters to mel frames.
 
     Keeps: six layers over the characters and six over the frames, the predictors of duration, pitch and energy, the
     aligner that scores every (frame, character) pair, spreading of the characters over the frames by a matrix product.
     Leaves out: the CTC loss of the aligner (its scores are averaged instead) and the search for the best path on the
-    CPU: durations are given.
+    CPU (the batch holds the durations).
     Sizes: NVIDIA/DeepLearningExamples, PyTorch/SpeechSynthesis/FastPitch (version 1.0, without aligner and energy:
     45 M parameters; recalled, not re-checked).
     """
@@ -235,11 +229,11 @@ class FastPitch(nn.Module):
         tokens = tokens + self.pitch_embedding(traits[:, :1]).transpose(1, 2)
         energies = self.energy(tokens)
         tokens = tokens + self.energy_embedding(traits[:, 1:]).transpose(1, 2)
-        made = self.add_places(torch.bmm(spread, tokens))
+        mels = self.add_places(torch.bmm(spread, tokens))
         late = spread[:, :, 0] < 0
         for layer in self.decoder:
-            made = layer(made, late)
-        return self.frame(made), durations, pitches, energies, aligned
+            mels = layer(mels, late)
+        return self.frame(mels), durations, pitches, energies, aligned
 
 
 def build_fastpitch(*, frames: int = TACOTRON_FRAMES, characters: int = TACOTRON_CHARACTERS) -> Workload:
@@ -258,19 +252,15 @@ def build_fastpitch(*, frames: int = TACOTRON_FRAMES, characters: int = TACOTRON
 
     def compute_loss(module: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         _, sounds, spread, traits = batch
-        made, durations, pitches, energies, aligned = module(*batch)
-        told = F.mse_loss(durations, spread.sum(dim=1).log1p())
-        told = told + F.mse_loss(pitches, traits[:, 0]) + F.mse_loss(energies, traits[:, 1])
-        loss: Tensor = F.mse_loss(made, sounds.transpose(1, 2)) + 0.1 * told - (aligned * spread).sum(dim=2).mean()
+        mels, durations, pitches, energies, aligned = module(*batch)
+        traits_loss = F.mse_loss(durations, spread.sum(dim=1).log1p())
+        traits_loss = traits_loss + F.mse_loss(pitches, traits[:, 0]) + F.mse_loss(energies, traits[:, 1])
+        alignment = (aligned * spread).sum(dim=2).mean()
+        loss: Tensor = F.mse_loss(mels, sounds.transpose(1, 2)) + 0.1 * traits_loss - alignment
         return loss
 
-    return Workload(
-        name="fastpitch",
-        family="fastspeech",
-        task_input=str(frames),
-        module=FastPitch(symbols=symbols, mels=mels),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "fastpitch", FastPitch(symbols=symbols, mels=mels),
+        family="fastspeech", task_input=str(frames), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

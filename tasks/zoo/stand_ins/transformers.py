@@ -1,4 +1,4 @@
-"""Stand-ins of transformers that no library builds as the table's rows trained them: Transformer-XL and translation."""
+"""Stand-ins of transformers that no library builds as the table's rows train them: Transformer-XL and translation."""
 
 import itertools
 import math
@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_transformer_big", "build_transformer_xl"]
 
-#: First words of the three rare groups of WikiText-103's 267,735 (most frequent first), and the share of the tokens
-#: that fall into each: our estimate. One token of a sample at least, so that every group is computed.
+#: The words of WikiText-103, most frequent first: the first word of each of three groups of rare words, their number,
+#: and our estimate of the share of tokens in each group. A sample has a token of each, so that every group is computed.
 CUTOFFS = (19997, 39997, 199997)
 VOCABULARY = 267735
 RARE_SHARES = (0.035, 0.033, 0.002)
@@ -50,7 +50,7 @@ class RelativeLayer(nn.Module):
         distance = self.place(places).unflatten(-1, (self.heads, -1))
         content = torch.einsum("bind,bjnd->bnij", query + biases[0], key)
         place = torch.einsum("bind,jnd->bnij", query + biases[1], distance)
-        # Shifts row i left by T - 1 - i, so that column j holds the score of its distance.
+        # This shifts row i left by T - 1 - i, so that column j holds the score of its distance.
         place = F.pad(place, (1, 0)).view(len(tokens), self.heads, total + 1, length)[:, :, 1:].reshape(place.shape)
         scores = ((content + place) / 8.0).masked_fill(hidden, float("-inf"))
         mixed = torch.einsum("bnij,bjnd->bind", scores.softmax(dim=-1), value).flatten(2)
@@ -60,14 +60,14 @@ class RelativeLayer(nn.Module):
 
 
 class TransformerXl(nn.Module):
-    """Transformer-XL over WikiText-103. A stand-in of ours, not the trained code.
+    """Transformer-XL over WikiText-103.
 
     Keeps: attention over a memory as long as the segment, relative places, tied tables, the adaptive softmax with its
-    groups of words (for ``divide`` > 1 narrower tables for rarer words), attention out of plain products.
-    Leaves out: how many tokens of a batch fall into each group (a fixed share here, at fixed places), the lookup of
-    narrower tables only for their own words, and handing the memory on to the next batch (it is given).
+    groups of words (for ``divide`` > 1 narrower tables for rarer words), attention made of plain products.
+    Leaves out: the varying number of tokens in each group (a fixed share here, at fixed places), the lookup of narrower
+    tables only for their own words, and passing the memory on to the next batch (the batch holds it).
     Sizes: NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/Transformer-XL (base: 192 M parameters; recalled, not
-    re-checked; the paper tells 257 M for large, these sizes give 285 M).
+    re-checked; the paper gives 257 M for large, these sizes give 285 M).
     """
 
     def __init__(self, *, layers: int, width: int, heads: int, inner: int, dropout: float, divide: int) -> None:
@@ -115,18 +115,18 @@ class TransformerXl(nn.Module):
         return self.score(self.dropout(tokens), labels, counts)
 
     def score(self, tokens: Tensor, labels: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """The adaptive softmax: the frequent words and one entry per group for all, a group's own words for its own."""
+        """The adaptive softmax: all tokens score the frequent words and the groups, a group's tokens also its words."""
         head = F.linear(self.narrow[0](tokens), self.tables[0].weight, self.biases[0])  # type: ignore[arg-type]
         logits = torch.cat([head, self.groups(tokens)], dim=-1)
         kinds = [torch.full_like(labels[:, :count], CUTOFFS[0] + group) for group, count in enumerate(counts)]
-        wanted = torch.cat([*kinds, labels[:, sum(counts) :]], dim=1)
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+        target = torch.cat([*kinds, labels[:, sum(counts) :]], dim=1)
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
         first = 0
         for group, count in enumerate(counts, start=1):
             piece = self.narrow[group](tokens[:, first : first + count])
             scores = F.linear(piece, self.tables[group].weight, self.biases[group])  # type: ignore[arg-type]
-            own = labels[:, first : first + count] - CUTOFFS[group - 1]
-            loss = loss + F.cross_entropy(scores.flatten(0, 1), own.flatten(), reduction="sum")
+            group_target = labels[:, first : first + count] - CUTOFFS[group - 1]
+            loss = loss + F.cross_entropy(scores.flatten(0, 1), group_target.flatten(), reduction="sum")
             first += count
         return loss / labels.numel()
 
@@ -162,23 +162,19 @@ def build_transformer_xl(size: str = "base", *, length: int = 0) -> Workload:
         loss: Tensor = module(*batch)
         return loss
 
-    return Workload(
-        name=f"transformerxl_{size}",
-        family="transformer_xl",
-        task_input=str(length),
-        module=TransformerXl(
+    return make_workload(
+        f"transformerxl_{size}",
+        TransformerXl(
             layers=layers, width=width, heads=width // 64, inner=4 * width, dropout=0.2 if large else 0.1,
             divide=4 if large else 1,
         ),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
+        family="transformer_xl", task_input=str(length), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
     )  # fmt: skip
 
 
 class PlainAttention(nn.Module):
-    """Multi-head attention out of plain products, as code before fused kernels has it."""
+    """Multi-head attention made of plain products, as code before fused kernels has it."""
 
     def __init__(self, width: int, *, heads: int) -> None:
         super().__init__()
@@ -219,12 +215,12 @@ class TranslationLayer(nn.Module):
 
 
 class Translator(nn.Module):
-    """The big transformer for translation: 6 + 6 layers of 1,024. A stand-in of ours, not the trained code.
+    """The big transformer for translation: 6 + 6 layers of 1,024.
 
-    Keeps: one table for source, target and output, sinusoidal places, norms after, attention out of plain products,
+    Keeps: one table for source, target and output, sinusoidal places, norms after, attention made of plain products,
     dropout, label smoothing. Leaves out: padding (all sentences are equally long).
     Sizes: NVIDIA/DeepLearningExamples, PyTorch/Translation/Transformer (vocabulary 33,708); the paper "Attention is all
-    you need" tells 213 M parameters, with a larger vocabulary.
+    you need" gives 213 M parameters, with a larger vocabulary.
     """
 
     def __init__(self, *, vocabulary: int, width: int = 1024, heads: int = 16, layers: int = 6) -> None:
@@ -257,8 +253,8 @@ class Translator(nn.Module):
 def build_transformer_big(*, length: int = 32) -> Workload:
     """The big translation transformer; one sample is one target token with its source token.
 
-    A batch holds sentences of ``length`` tokens (our estimate of a mean sentence), the last filled up, or one shorter
-    sentence when fewer tokens are asked for: count it over multiples of ``length``.
+    A batch holds sentences of ``length`` tokens (our estimate of a mean sentence), the last one padded. A batch of
+    fewer tokens is one shorter sentence, so count it at multiples of ``length``.
     """
     vocabulary = 33708
 
@@ -273,13 +269,7 @@ def build_transformer_big(*, length: int = 32) -> Workload:
         source, target, labels = batch
         return F.cross_entropy(module(source, target).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
-    return Workload(
-        name="transformer_big",
-        family="transformer",
-        task_input="1",
-        module=Translator(vocabulary=vocabulary),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "transformer_big", Translator(vocabulary=vocabulary), family="transformer", task_input="1", optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from precision_time.tasks.workloads import Workload
-from precision_time.tasks.zoo.stand_ins.optimizers import OPTIMIZERS
+from precision_time.tasks.zoo.stand_ins.optimizers import make_workload
 
 __all__ = ["build_hifigan", "build_waveglow"]
 
-#: Audio samples that one mel frame stands for, in both networks.
+#: Audio samples per mel frame in both networks.
 HOP = 256
 
 
@@ -50,10 +50,10 @@ class GatedStack(nn.Module):
 
 
 class WaveGlow(nn.Module):
-    """WaveGlow with 12 coupling steps of 8 layers of 512 channels. A stand-in of ours, not the trained code.
+    """WaveGlow with 12 coupling steps of 8 layers of 512 channels.
 
     Keeps: weight norm, the mixing by invertible 1 x 1 convolutions with their log-determinants, the early outputs.
-    Leaves out: nothing that trains; the mel frames are given, not computed from audio.
+    Leaves out: nothing that is trained; the batch holds the mel frames.
     Sizes: NVIDIA/DeepLearningExamples, PyTorch/SpeechSynthesis/Tacotron2 (268 M parameters; recalled, not re-checked).
     """
 
@@ -79,12 +79,12 @@ class WaveGlow(nn.Module):
                 early.append(signal[:, :2])
                 signal = signal[:, 2:]
             signal = F.conv1d(signal, mixer.unsqueeze(2))
-            # Of the absolute value: a random orthogonal matrix may mirror.
+            # slogdet takes the absolute value: a random orthogonal matrix may mirror.
             logs = logs + samples * signal.shape[2] * torch.linalg.slogdet(mixer.float())[1]
-            kept, changed = signal.chunk(2, dim=1)
-            shift, scale = stack(kept, mel).chunk(2, dim=1)
+            passed, changed = signal.chunk(2, dim=1)
+            shift, scale = stack(passed, mel).chunk(2, dim=1)
             logs = logs + scale.sum()
-            signal = torch.cat([kept, scale.exp() * changed + shift], dim=1)
+            signal = torch.cat([passed, scale.exp() * changed + shift], dim=1)
         return torch.cat([*early, signal], dim=1), logs
 
 
@@ -101,16 +101,10 @@ def build_waveglow(*, length: int = 8000) -> Workload:
         loss: Tensor = (latents.square().sum() / 2 - logs) / latents.numel()
         return loss
 
-    return Workload(
-        name="waveglow",
-        family="waveglow",
-        task_input=str(length),
-        module=WaveGlow(mels=mels),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adam"],
-        optimizer_name="adam",
-    )
+    return make_workload(
+        "waveglow", WaveGlow(mels=mels), family="waveglow", task_input=str(length), optimizer="adam",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 class FieldFusion(nn.Module):
@@ -152,7 +146,7 @@ def _generator(mels: int) -> nn.Sequential:
 
 
 class Judge(nn.Module):
-    """One discriminator: convolutions whose every output counts; with a ``period``, over audio folded into columns."""
+    """A discriminator that returns the outputs of all its convolutions; ``period`` folds the audio into columns."""
 
     def __init__(self, period: int = 0, *, halvings: int = 0) -> None:
         super().__init__()
@@ -176,23 +170,23 @@ class Judge(nn.Module):
             audio = F.avg_pool1d(audio, 4, 2, padding=2)
         if self.period:
             audio = F.pad(audio, (0, -audio.shape[2] % self.period), "reflect").reshape(len(audio), 1, -1, self.period)
-        seen = []
+        outputs = []
         for index, layer in enumerate(self.layers):
             audio = layer(audio)
             if index < len(self.layers) - 1:
                 audio = F.leaky_relu(audio, 0.1)
-            seen.append(audio)
-        return seen
+            outputs.append(audio)
+        return outputs
 
 
 class HifiGan(nn.Module):
-    """HiFi-GAN V1 with its eight discriminators. A stand-in of ours, not the trained code.
+    """HiFi-GAN V1 with its eight discriminators.
 
-    Keeps: the generator once and every discriminator four times a step (true and made audio, once for each side),
+    Keeps: the generator once and every discriminator four times a step (true and generated audio, once for each side),
     weight norm, the losses of both sides with matching of features.
-    Leaves out: the second optimizer step (one steps both sides' parameters) and the mel transform inside the loss: the
-    made audio is compared with the true one. The first scale discriminator has weight norm, not spectral norm.
-    Sizes: the HiFi-GAN paper tells 13.92 M parameters for the generator V1; the discriminators 70.7 M (recalled, not
+    Leaves out: the second optimizer step (one steps the parameters of both sides) and the mel transform in the loss,
+    which compares generated and true audio. The first scale discriminator has weight norm, not spectral norm.
+    Sizes: the HiFi-GAN paper gives 13.92 M parameters for the generator V1; the discriminators 70.7 M (recalled, not
     re-checked).
     """
 
@@ -205,13 +199,13 @@ class HifiGan(nn.Module):
 
     def forward(self, audio: Tensor, mel: Tensor) -> Tensor:
         """audio [B, 1, N], mel [B, mels, N / 256] -> the loss of both sides []."""
-        made = self.generator(mel)
-        loss = 45 * F.l1_loss(made, audio)
+        generated = self.generator(mel)
+        loss = 45 * F.l1_loss(generated, audio)
         for judge in self.judges:
-            loss = loss + (1 - judge(audio)[-1]).square().mean() + judge(made.detach())[-1].square().mean()
-            true_seen, made_seen = judge(audio), judge(made)
-            loss = loss + (1 - made_seen[-1]).square().mean()
-            for true, false in zip(true_seen[:-1], made_seen[:-1], strict=True):
+            loss = loss + (1 - judge(audio)[-1]).square().mean() + judge(generated.detach())[-1].square().mean()
+            true_features, generated_features = judge(audio), judge(generated)
+            loss = loss + (1 - generated_features[-1]).square().mean()
+            for true, false in zip(true_features[:-1], generated_features[:-1], strict=True):
                 loss = loss + 2 * F.l1_loss(false, true)
         return loss
 
@@ -228,13 +222,7 @@ def build_hifigan(*, length: int = 8192) -> Workload:
         loss: Tensor = module(*batch)
         return loss
 
-    return Workload(
-        name="hifigan",
-        family="hifigan",
-        task_input=str(length),
-        module=HifiGan(mels=mels),
-        make_batch=make_batch,
-        compute_loss=compute_loss,
-        make_optimizer=OPTIMIZERS["adamw"],
-        optimizer_name="adamw",
-    )
+    return make_workload(
+        "hifigan", HifiGan(mels=mels), family="hifigan", task_input=str(length), optimizer="adamw",
+        make_batch=make_batch, compute_loss=compute_loss,
+    )  # fmt: skip

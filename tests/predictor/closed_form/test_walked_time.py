@@ -245,10 +245,9 @@ def test_the_shipped_rates_are_complete_and_of_the_order_of_one() -> None:
 
 @pytest.fixture
 def rates_file(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[object]:
-    (tmp_path / "data").mkdir()
-    monkeypatch.setattr(walked_time.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(walked_time, "shipped_text", lambda name: (tmp_path / name).read_text(encoding="utf-8"))
     walked_time._slowdowns.cache_clear()
-    yield tmp_path / "data" / "rates.toml"
+    yield tmp_path / "rates.toml"
     walked_time._slowdowns.cache_clear()
 
 

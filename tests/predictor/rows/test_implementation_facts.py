@@ -1,4 +1,4 @@
-"""What rows of the public table tell about their code, source by source."""
+"""Facts about the code behind rows of the public table, source by source."""
 
 import pytest
 
@@ -60,7 +60,7 @@ DLE = "NVIDIA/DeepLearningExamples"
               "trainable_share": 1.0, "tuned": False, "optimizer_step": True, "host_copy": False}),
     ],
 )  # fmt: skip
-def test_a_row_tells_its_facts(row: dict[str, str], expected: dict[str, object]) -> None:
+def test_facts_are_read_from_the_text_columns_of_a_row(row: dict[str, str], expected: dict[str, object]) -> None:
     read = read_implementation(row)
     assert {name: getattr(read, name) for name in expected} == expected
 

@@ -1,7 +1,6 @@
-"""The public table: every row kept or set aside with a reason, and no odd row of a user's file stops it."""
+"""The public table: every row is kept or set aside with a reason, also an odd row of a user's file."""
 
 import csv
-import math
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +12,6 @@ from precision_time.predictor.rows.public_table import (
     PublicTable,
     imply_utilisation,
     load_public_table,
-    parse_input_size,
     row_implementation,
     row_parallelism,
     shipped_collectives,
@@ -134,7 +132,9 @@ def test_a_plain_row_is_kept_with_its_parsed_columns(tmp_path: Path) -> None:
         ({"seconds_per_micro_step": ""}, "time missing"),
     ],
 )
-def test_what_cannot_be_understood_cannot_be_predicted(tmp_path: Path, values: dict[str, str], expected: str) -> None:
+def test_a_row_that_is_not_understood_cannot_be_predicted(
+    tmp_path: Path, values: dict[str, str], expected: str
+) -> None:
     table = load(tmp_path, values)
     assert expected in table.quarantined["reason"][0].split(", ")
     assert not table.quarantined["can_predict"][0]
@@ -183,7 +183,7 @@ def test_a_figure_printed_twice_counts_once(tmp_path: Path) -> None:
     assert table.quarantined["reason"].tolist() == ["exact repeat"]
 
 
-def test_more_than_the_device_can_do_is_doubted(tmp_path: Path) -> None:
+def test_more_flops_than_the_device_has_are_doubted(tmp_path: Path) -> None:
     # 3 x 1e12 x 32 / 0.1 s = 960 TFLOP/s on a device of 312.
     assert reason(tmp_path, fwd_flops_per_sample="1e12") == "utilisation above 0.95"
     kept = load(tmp_path, {"fwd_flops_per_sample": "1e12", "parallelism": "tp8", "global_batch_size": ""}).kept
@@ -207,7 +207,7 @@ def test_an_extra_column_with_a_name_of_ours_stands_beside_it(tmp_path: Path) ->
     assert kept["hardware"].tolist() != ["x"]
 
 
-def test_a_cell_that_nothing_rests_on_counts_as_blank(tmp_path: Path) -> None:
+def test_a_cell_that_no_prediction_needs_counts_as_blank(tmp_path: Path) -> None:
     assert len(load(tmp_path, {"global_batch_size": "many"}).kept) == 1
 
 
@@ -235,18 +235,3 @@ def test_no_odd_row_stops_the_table(tmp_path: Path, rows: list[dict[str, str]]) 
     assert len(table.kept) + len(table.quarantined) == len(rows)
     assert table.quarantined["reason"].ne("").all()
     assert isinstance(table.kept, pd.DataFrame)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("224", 224), ("seq 384 (script default)", 384), ("COCO 800x1333", 1032.7), ("~800x1333", 1032.7),
-        ("BraTS 128x128x128x4 volumes", 128), ("572x572x1 images", 572), ("KiTS19 128x128x128", 128),
-        ("COCO images (short side 800, long side max 1333)", 1032.7), ("168 history + 24 horizon steps", 192),
-        ("WikiText-103, tgt_len 192, mem_len 192", 192), ("LJSpeech, segments of 8000 audio samples", 8000),
-        ("Criteo 1TB, 13 dense + 26 categorical", math.nan), ("Task01 BrainTumour 2D slices", math.nan),
-        ("ML-20M", math.nan), ("", math.nan), ("LibriSpeech 960h, variable length", math.nan),
-    ],
-)  # fmt: skip
-def test_the_size_of_an_input_is_read_from_its_text(text: str, size: float) -> None:
-    assert parse_input_size(text) == pytest.approx(size, nan_ok=True)

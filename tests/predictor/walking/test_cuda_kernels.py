@@ -22,17 +22,14 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask, **self.options)
 
 
-def walk(module, *shape, **options):
+def walk(module, *shape, policy="fp32"):
     return walk_module(
-        module,
-        lambda samples: torch.randn(samples, *shape),
-        loss_of=lambda module, batch: module(batch).sum(),
-        **options,
-    )
+        module, lambda samples: torch.randn(samples, *shape), loss_of=lambda module, batch: module(batch).sum()
+    )[policy]
 
 
-def attend(*args, policy="fp32", attention="fused", **options):
-    return walk(Attention(*args, **options), HEADS, TOKENS, WIDTH, policy=policy, attention=attention)
+def attend(*args, policy="fp32", **options):
+    return walk(Attention(*args, **options), HEADS, TOKENS, WIDTH, policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +51,7 @@ def test_fused_attention_keeps_no_scores_whatever_its_options(options):
 
 
 def test_a_mask_is_read_and_a_learned_one_gets_its_gradient():
-    given = attend(torch.zeros(TOKENS, TOKENS))
-    forward = given.counts["forward", "attention", "wide"]
+    forward = attend(torch.zeros(TOKENS, TOKENS)).counts["forward", "attention", "wide"]
     assert forward.bytes_fixed == 4 * TOKENS * TOKENS
 
     class Biased(Attention):
@@ -80,32 +76,7 @@ def test_fused_attention_in_16_bit_reads_16_bit_and_keeps_a_wide_logsumexp():
     assert counted.counts["forward", "attention", "narrow"].bytes == 2 * 4 * ONE + 4 * HEADS * TOKENS
 
 
-def test_plain_attention_writes_its_scores_and_takes_its_softmax_in_fp32():
-    counted = attend(attention="math", dropout_p=0.1)
-    products = counted.counts["forward", "attention", "wide"]
-    flops = 2 * SCORES * 2 * WIDTH
-    assert products.flops == flops
-    assert counted.total("flops", phase="backward") == 2 * flops
-    assert products.bytes == 4 * (2 * ONE + SCORES + SCORES + 2 * ONE)
-    assert counted.counts["forward", "softmax", "wide"].bytes == 4 * 2 * SCORES
-    assert counted.scores == SCORES
-    # Scaled query, key, value, softmax, dropout's result and its mask of one byte.
-    assert counted.saved == 4 * (3 * ONE + 2 * SCORES) + SCORES
-
-    half = attend(attention="math", policy="amp")
-    assert half.counts["forward", "attention", "narrow"].bytes == 2 * (4 * ONE + 2 * SCORES)
-    # The cast of its input is torch's to make: it reads 16 bit, and the softmax itself fp32.
-    assert half.counts["forward", "softmax", "wide"].bytes == 4 * 2 * SCORES
-
-
-def test_causal_plain_attention_masks_its_scores():
-    masked, whole = (attend(attention="math", is_causal=causal) for causal in (True, False))
-    moved = masked.total("bytes", phase="forward") - whole.total("bytes", phase="forward")
-    assert moved == 4 * 2 * SCORES
-
-
-@pytest.mark.parametrize("attention", ["fused", "math"])
-def test_grouped_heads_share_keys_and_values(attention):
+def test_grouped_heads_share_keys_and_values():
     class Grouped(nn.Module):
         def __init__(self):
             super().__init__()
@@ -115,10 +86,9 @@ def test_grouped_heads_share_keys_and_values(attention):
             few = tokens[:, :2] * self.gain
             return F.scaled_dot_product_attention(tokens * self.gain, few, few, enable_gqa=True)
 
-    counted = walk(Grouped(), HEADS, TOKENS, WIDTH, attention=attention)
+    counted = walk(Grouped(), HEADS, TOKENS, WIDTH)
     assert counted.total("flops", phase="forward") == 2 * SCORES * 2 * WIDTH
-    if attention == "fused":
-        assert counted.counts["forward", "attention", "wide"].bytes == 4 * (2 * ONE + ONE // 2 + HEADS * TOKENS)
+    assert counted.counts["forward", "attention", "wide"].bytes == 4 * (2 * ONE + ONE // 2 + HEADS * TOKENS)
 
 
 def test_dropout_is_one_kernel_with_a_mask_of_one_byte():
@@ -147,9 +117,9 @@ def test_lstm_runs_as_one_input_product_and_a_product_for_each_step():
     forward = counted.counts["forward", "recurrent", "wide"]
     assert (forward.flops, forward.ops) == (first + second, 2)
     assert counted.serial_steps == 2 * STEPS
-    # The first layer owes its input no gradient.
+    # The first layer computes no gradient of its input.
     assert counted.total("flops", phase="backward") == 2 * (first + second) - 2 * STEPS * 4 * HIDDEN * INPUT
-    # Of each layer: input, output, gates written and read, what the backward pass needs, the states in and out.
+    # Of each layer: input, output, gates written and read, the reserve for the backward pass, the states in and out.
     reserve = STEPS * 5 * HIDDEN
     layer = STEPS * HIDDEN + 2 * STEPS * 4 * HIDDEN + reserve + 4 * HIDDEN
     assert forward.bytes == 4 * (2 * layer + STEPS * (INPUT + HIDDEN))
@@ -200,9 +170,9 @@ def test_a_loop_of_cells_waits_at_every_step(cell, gates):
     assert counted.serial_steps == STEPS
     assert counted.total("ops", phase="forward", families=["dense", "recurrent"]) == 3 * STEPS
     assert counted.gradient_tensors == 4
-    # Neither the input nor the first hidden state wants a gradient.
-    owed = 2 * STEPS * products + 2 * gates * HIDDEN * HIDDEN * (STEPS - 1)
-    assert counted.total("flops", phase="backward") == owed
+    # Neither the input nor the first hidden state gets a gradient.
+    expected = 2 * STEPS * products + 2 * gates * HIDDEN * HIDDEN * (STEPS - 1)
+    assert counted.total("flops", phase="backward") == expected
 
 
 class Packed(nn.Module):

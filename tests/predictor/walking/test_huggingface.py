@@ -1,4 +1,4 @@
-"""A Hugging Face configuration becomes a walked model: every sort of input, no weights, no network."""
+"""Counting the model of a Hugging Face configuration: every kind of input, no weights, no network."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("values", "kind", "told"),
+    ("values", "kind", "task_input"),
     [
         (BERT, "language_encoder", "64"),
         (BERT | {"architectures": ["BertForPreTraining"]}, "language_encoder", "64"),
@@ -80,9 +80,11 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
     ],
     ids=lambda value: value.get("architectures", [value["model_type"]])[0] if isinstance(value, dict) else None,
 )
-def test_every_sort_of_model_is_walked_with_an_input_of_its_own(values: dict[str, Any], kind: str, told: str) -> None:
+def test_every_kind_of_model_is_walked_with_its_kind_of_input(
+    values: dict[str, Any], kind: str, task_input: str
+) -> None:
     work = count_config(values, name="theirs").workload
-    assert (work.name, work.kind, work.task_input) == ("theirs", kind, told)
+    assert (work.name, work.kind, work.task_input) == ("theirs", kind, task_input)
     assert work.walks is not None
     assert 1.5 < work.backward_flops_per_sample / work.forward_flops_per_sample < 2.6
     assert work.attention_flops_share > 0
@@ -116,7 +118,7 @@ def test_experts_work_on_their_share_of_the_tokens() -> None:
     assert dense.forward_flops_per_sample - work.forward_flops_per_sample == products
 
 
-def test_evenly_spread_experts_compute_what_the_router_says_where_it_is_even() -> None:
+def test_evenly_spread_experts_compute_the_same_as_an_even_router() -> None:
     torch.manual_seed(0)
     model = build_model(MOE, name="theirs")
     experts = next(part for part in model.modules() if hasattr(part, "_is_expert_parallel")).to_empty(device="cpu")
@@ -135,11 +137,11 @@ def test_the_question_chooses_the_size_of_the_input(tmp_path: Path) -> None:
     vision = resolve_model(write(tmp_path / "vit", VIT | {"image_size": [32, 48]}), task_input="32x48").workload
     assert vision.task_input == "32x48"
     for wrong in ("16x16", "long"):
-        with pytest.raises(InputError, match="names no length"):
+        with pytest.raises(InputError, match="is not a length"):
             resolve_model(write(tmp_path / "bert", BERT), task_input=wrong)
 
 
-def test_what_was_assumed_is_said(tmp_path: Path) -> None:
+def test_assumptions_are_reasons_of_the_answer(tmp_path: Path) -> None:
     reasons = resolve_model(write(tmp_path / "bert", BERT)).reasons
     assert any("built BertForMaskedLM" in reason for reason in reasons)
     assert any("assumed sequences of 64 tokens" in reason for reason in reasons)
@@ -161,26 +163,26 @@ def test_a_file_of_any_name_or_its_folder_predicts_and_is_walked_once(
 
 def test_a_known_configuration_is_answered_without_torch(tmp_path: Path) -> None:
     folder = write(tmp_path / "tiny_vit", VIT)
-    known = resolve_model(folder).workload
+    workload = resolve_model(folder).workload
     program = (
         "import sys\nfrom precision_time.predictor.answering.user_models import resolve_model\n"
         f"work = resolve_model({str(folder)!r}).workload\n"
-        f"assert work.forward_flops_per_sample == {known.forward_flops_per_sample}\n"
+        f"assert work.forward_flops_per_sample == {workload.forward_flops_per_sample}\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=dict(os.environ), check=True)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
-        (BERT | {"auto_map": {"AutoModel": "modeling_mine.Mine"}}, "brings code of its own"),
+        (BERT | {"auto_map": {"AutoModel": "modeling_mine.Mine"}}, "names code that comes with the model"),
         (BERT | {"hidden_size": "wide"}, "transformers cannot build"),
         (BERT | {"num_attention_heads": 5}, "transformers cannot build"),
     ],
 )
-def test_a_configuration_that_cannot_be_built_says_why(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_a_configuration_that_cannot_be_built_says_why(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         build_model(values, name="theirs")
 
 
@@ -190,7 +192,7 @@ def test_a_type_that_transformers_does_not_know_is_answered_with_the_nearest() -
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"model_type": 3}', "[" * 100_000])
-def test_a_file_that_is_no_configuration_is_bad_input(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_configuration_is_bad_input(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match="configuration"):
         resolve_model(tmp_path)

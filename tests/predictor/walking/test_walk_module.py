@@ -6,13 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from precision_time.predictor.walking.walk_module import count_workload, walk_both, walk_module
+from precision_time.predictor.walking import walk_module as walking
+from precision_time.predictor.walking.walk_module import count_workload, walk_module
 from precision_time.storage.errors import InputError
 from precision_time.tasks.workloads import LanguageModel, build_workload, count_card
 
 
-def walk(module, *shape, loss_of=lambda module, batch: module(batch).sum(), **options):
-    return walk_module(module, lambda samples: torch.randn(samples, *shape), loss_of=loss_of, **options)
+def sum_output(module, batch):
+    return module(batch).sum()
+
+
+def walk(module, *shape, loss_of=sum_output, policy="fp32"):
+    return walk_module(module, lambda samples: torch.randn(samples, *shape), loss_of=loss_of)[policy]
 
 
 def flops(walk, phase, *families):
@@ -21,7 +26,7 @@ def flops(walk, phase, *families):
 
 @cache
 def build_shapes(name):
-    with torch.device("meta"):  # nobody waits for random weights
+    with torch.device("meta"):  # drawing random weights takes long
         return build_workload(name)
 
 
@@ -30,10 +35,10 @@ def card_of(name):
     return count_card(build_shapes(name), name=name)
 
 
-def walk_named(name, **options):
+def walk_named(name):
     workload = build_shapes(name)
     return walk_module(
-        workload.module, lambda samples: workload.make_batch(samples, "cpu"), loss_of=workload.compute_loss, **options
+        workload.module, lambda samples: workload.make_batch(samples, "cpu"), loss_of=workload.compute_loss
     )
 
 
@@ -97,8 +102,8 @@ def test_attention_is_the_part_of_gpt2_that_grows_with_the_square_of_its_length(
     assert card.backward_flops_per_sample == pytest.approx(2 * card.forward_flops_per_sample + attention / 2)
 
 
-def test_the_same_products_are_narrow_under_autocast_and_wide_without():
-    walks = {policy: walk_named("bert_mini", policy=policy) for policy in ("fp32", "amp")}
+def test_the_same_products_are_narrow_under_autocast_and_wide_without_it():
+    walks = walk_named("bert_mini")
     assert walks["fp32"].total("flops", number_format="narrow") == 0
     assert walks["amp"].total("flops", number_format="wide") == 0
     assert walks["amp"].total("flops") == walks["fp32"].total("flops")
@@ -106,17 +111,18 @@ def test_the_same_products_are_narrow_under_autocast_and_wide_without():
     assert walks["amp"].total("bytes", families=["cast"]) > 0 == walks["fp32"].total("bytes", families=["cast"])
 
 
-def test_both_policies_in_one_call_are_those_of_two():
+def test_the_second_policy_counts_as_if_it_came_first(monkeypatch):
     module = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8))
-    both = walk_both(
-        module, lambda samples: torch.randn(samples, 16), loss_of=lambda module, batch: module(batch).sum()
-    )
-    assert both == {policy: walk(module, 16, policy=policy) for policy in ("fp32", "amp")}
+    second = walk(module, 16, policy="amp")
+    monkeypatch.setattr(walking, "POLICIES", ("amp",))
+    assert walk(module, 16, policy="amp") == second
 
 
-def test_a_line_through_two_batches_tells_a_third():
+def test_a_line_through_two_batches_gives_a_third(monkeypatch):
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
-    low, high = (walk(module, 3, 8, 8, batches=batches) for batches in ((2, 4), (4, 8)))
+    low = walk(module, 3, 8, 8)
+    monkeypatch.setattr(walking, "BATCHES", (4, 8))
+    high = walk(module, 3, 8, 8)
     for key, count in low.counts.items():
         other = high.counts[key]
         for quantity in ("flops", "bytes", "fused"):
@@ -125,7 +131,7 @@ def test_a_line_through_two_batches_tells_a_third():
     assert low.saved * 8 + low.saved_fixed == high.saved * 8 + high.saved_fixed
 
 
-def test_a_longer_language_model_is_told_from_a_shorter_one():
+def test_a_longer_language_model_is_scaled_from_a_shorter_one():
     module = LanguageModel(vocabulary=512, positions=128, width=64, layers=2, heads=4, causal=True)
 
     def walk_at(length):
@@ -133,7 +139,7 @@ def test_a_longer_language_model_is_told_from_a_shorter_one():
             module,
             lambda samples: torch.zeros(samples, length, dtype=torch.long),
             loss_of=lambda module, words: F.cross_entropy(module(words).flatten(0, 1), words.flatten()),
-        )
+        )["fp32"]
 
     grown, longer = walk_at(64).resize(2.0, attention_factor=4.0), walk_at(128)
     for phase in ("forward", "backward"):
@@ -148,7 +154,7 @@ def test_groups_divide_the_flops_of_a_convolution_in_both_directions(groups):
     first = 2 * 8 * 8 * 32 * 32
     second = 2 * 6 * 6 * 64 * (32 // groups) * 9
     assert flops(counted, "forward") == first + second
-    # The first layer has a weight gradient only: nobody asked for that of its input.
+    # The first layer computes the gradient of its weight alone, not of its input.
     assert flops(counted, "backward") == first + 2 * second
     family = {1: "convolution", 4: "grouped", 32: "depthwise"}[groups]
     assert flops(counted, "forward", family) == second + (first if groups == 1 else 0)
@@ -185,7 +191,7 @@ def test_an_expanded_tensor_and_a_gather_read_only_what_they_touch():
         nn.Embedding(1000, 4),
         lambda samples: torch.zeros(samples, 3, dtype=torch.long),
         loss_of=lambda module, words: (module(words) + torch.ones(1).expand(*words.shape, 4)).sum(),
-    )
+    )["fp32"]
     embedding = 3 * 8 + 2 * 12 * 4
     addition, total = 2 * 12 * 4, 12 * 4
     assert counted.total("bytes", phase="forward") == embedding + addition + total
@@ -200,7 +206,7 @@ def test_walking_leaves_the_module_its_numbers_and_its_mode():
     torch.manual_seed(3)
     expected = torch.randn(4, 4), torch.randn(2, 4), torch.randn(1)
     torch.manual_seed(3)
-    walk_both(module, lambda samples: torch.zeros(samples, 4), loss_of=lambda module, batch: module(batch).sum())
+    walk_module(module, lambda samples: torch.zeros(samples, 4), loss_of=sum_output)
     assert torch.equal(torch.randn(4, 4), expected[0])
     assert not module.training
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -261,7 +267,7 @@ def test_bytes_split_into_a_part_per_sample_and_a_fixed_one():
     card = count_workload(
         nn.Linear(64, 32, bias=False),
         lambda samples: torch.randn(samples, 64),
-        loss_of=lambda module, batch: module(batch).sum(),
+        loss_of=sum_output,
         name="one-layer",
         family="mlp",
         task_input="64",
@@ -293,19 +299,13 @@ def test_shares_of_narrow_and_aligned_products_leave_out_the_batch():
     assert walk(nn.Linear(64, 72), 64).aligned_flops_share == 1.0
 
 
-@pytest.mark.parametrize("choice", [{"policy": "fp16"}, {"attention": "none"}, {"batches": (4, 4)}])
-def test_unknown_choices_are_bad_input(choice):
-    with pytest.raises(InputError, match="walk"):
-        walk(nn.Linear(4, 4), 4, **choice)
-
-
 def test_a_module_without_trained_parameters_is_bad_input():
     with pytest.raises(InputError, match="nothing to train"):
         walk(nn.Linear(4, 4).requires_grad_(False), 4)
 
 
 def test_a_lazy_module_without_shapes_is_bad_input():
-    with pytest.raises(InputError, match="not ready to be walked"):
+    with pytest.raises(InputError, match="cannot be walked yet"):
         walk(nn.LazyLinear(4), 4)
 
 
@@ -314,7 +314,7 @@ def test_a_workload_without_countable_work_is_bad_input():
         count_workload(
             nn.LayerNorm(4),
             lambda samples: torch.randn(samples, 4),
-            loss_of=lambda module, batch: module(batch).sum(),
+            loss_of=sum_output,
             name="nothing",
             family="none",
             task_input="4",

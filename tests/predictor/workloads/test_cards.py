@@ -1,96 +1,20 @@
-import csv
 import subprocess
 import sys
-from importlib import resources
 
 import pytest
 
 from precision_time.predictor.rows.public_table import shipped_measurements
+from precision_time.predictor.shipped import shipped_rows
 from precision_time.predictor.workloads import cards as cards_module
-from precision_time.predictor.workloads.cards import KINDS, find_card, find_family, guess_kind, transformer_flops
+from precision_time.predictor.workloads.cards import find_card, transformer_flops
 from precision_time.predictor.workloads.workload import known_workloads
 from precision_time.storage.errors import InputError, IntegrityError
-
-
-def read_shipped(name):
-    text = resources.files("precision_time.predictor").joinpath(f"data/{name}").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
 
 
 @pytest.fixture(scope="module")
 def measurements():
     columns = ["source_repo", "model", "model_params", "fwd_flops_per_sample", "task_input"]
     return shipped_measurements()[columns].drop_duplicates()
-
-
-def test_every_model_of_the_public_table_has_a_listed_family(measurements):
-    listed = {row["model"]: row for row in read_shipped("families.csv")}
-    assert set(measurements["model"]) <= set(listed)
-    assert {row["kind"] for row in listed.values()} <= set(KINDS)
-    assert all(row["family"] and row["canonical"] for row in listed.values())
-
-
-def test_one_network_has_one_family_and_kind_whatever_it_is_called():
-    told = {}
-    for row in read_shipped("families.csv"):
-        told.setdefault(row["canonical"], set()).add((row["family"], row["kind"]))
-    assert {name: families for name, families in told.items() if len(families) > 1} == {}
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("resnet50", "resnet-50", "resnet50_v1.5", "tv_resnet50", "swsl_resnet50"),
-        ("bert-large", "bert_large_pretrain_seq512", "bert_large_squad"),
-        ("llama2-70b-lora", "llama2_70b", "llama2_70b_lora"),
-        ("llama3.1-405b", "llama3_405b", "llama3_1_405b"),
-        ("gpt3-175b", "gpt3_175b", "gpt_175b"),
-        ("maskrcnn-r50-fpn", "maskrcnn_resnet50_fpn", "mask_rcnn_R_50_FPN_3x", "detectron1_e2e_mask_r-50-fpn"),
-        ("vit_b16", "vit_base_patch16_384", "deit_base_patch16_224"),
-        ("regnetx-1.6gf", "regnetx_016"),
-        ("efficientnet-b0", "tf_efficientnet_b0_ns"),
-    ],
-)
-def test_synonyms_share_a_canonical_name(names):
-    assert len({find_family(name).canonical for name in names}) == 1
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("densenet121", "resnet50"), ("gpt_oss_120b", "gpt2"), ("gpunet_0", "unet3d"), ("nemotron_3_nano", "nemotron_8b")],
-)
-def test_lookalike_names_are_different_families(one, other):
-    assert find_family(one).family != find_family(other).family
-
-
-@pytest.mark.parametrize(
-    ("name", "family", "kind"),
-    [
-        ("seresnext200_64x4d", "resnet", "cnn"),
-        ("densenet999", "densenet", "cnn"),
-        ("vit_colossal_resnet50_384", "vit", "vision_transformer"),
-        ("Llama-4-9B", "llama", "language_decoder"),
-        ("mixtral_8x99b", "mixtral", "mixture_of_experts"),
-        ("roberta_huge", "bert", "language_encoder"),
-        ("maskrcnn_r999_fpn", "rcnn", "detection"),
-    ],
-)
-def test_an_unlisted_name_is_guessed_from_its_pattern(name, family, kind):
-    guessed = find_family(name)
-    assert (guessed.family, guessed.kind) == (family, kind)
-
-
-def test_a_name_without_any_pattern_has_no_family_and_no_card():
-    assert find_family("qqq") is None
-    assert find_card("qqq", "224") is None
-
-
-def test_the_guess_agrees_with_the_list_on_nearly_all_names(monkeypatch):
-    rows = read_shipped("families.csv")
-    monkeypatch.setattr(cards_module, "_families", dict)
-    guesses = [find_family(row["model"]) for row in rows]
-    right = sum(guess is not None and guess.family == row["family"] for guess, row in zip(guesses, rows, strict=True))
-    assert right >= 0.98 * len(rows)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +99,8 @@ def test_transformer_work_is_that_of_the_printed_rates(model, length, causal, pr
     assert transformer_flops(find_card(model), length, causal=causal) == pytest.approx(printed, rel=0.006)
 
 
-def test_cards_agree_with_the_sizes_that_rows_tell(measurements):
-    """Wherever a row tells parameters itself, its card tells the same network, up to documented exceptions."""
+def test_cards_agree_with_the_sizes_in_rows(measurements):
+    """Where a row has a number of parameters, its card is of the same network, up to documented exceptions."""
     other_network = {  # timm of that time built ConvNeXt-Base under these names
         f"convnext_{size}{side}_in22ft1k" for size in ("tiny", "small") for side in ("", "_384")
     }
@@ -191,31 +115,18 @@ def test_cards_agree_with_the_sizes_that_rows_tell(measurements):
 
 
 def test_parameters_and_work_are_known_for_all_but_a_few_named_models(measurements):
-    nobody_tells = {
-        "amoebanet_d_18_256",
-        "fastpitch",
-        "fastspeech",
-        "faster_rcnn_fbnet_chamv1a",
-        "faster_rcnn_fbnet_default",
-        "imagen_base_2b",
-        "imagen_base_500m",
-        "imagen_sr1_430m_unet",
-        "imagen_sr1_600m_effunet",
-        "imagen_sr2_600m_effunet",
-        "mask_rcnn_fbnet_default",
-        "mask_rcnn_fbnet_xirb16d",
-        "moflow",
-        "se3_transformer",
-        "sim",
-        "unet3plus",
-        "unet_5_64",
-    }
+    expected = {
+        "amoebanet_d_18_256", "fastpitch", "fastspeech", "faster_rcnn_fbnet_chamv1a", "faster_rcnn_fbnet_default",
+        "imagen_base_2b", "imagen_base_500m", "imagen_sr1_430m_unet", "imagen_sr1_600m_effunet",
+        "imagen_sr2_600m_effunet", "mask_rcnn_fbnet_default", "mask_rcnn_fbnet_xirb16d", "moflow", "se3_transformer",
+        "sim", "unet3plus", "unet_5_64",
+    }  # fmt: skip
     unknown = set()
     for row in measurements.itertuples():
         card = find_card(row.model, row.task_input)
         if card is None or card.params is None or card.forward_flops_per_sample is None:
             unknown.add(row.model)
-    assert unknown == nobody_tells
+    assert unknown == expected
 
 
 def test_work_and_activations_of_a_convolutional_net_follow_the_area():
@@ -243,10 +154,10 @@ def test_attention_counts_with_the_square_of_the_sequence():
 
 
 def test_a_sequence_length_in_words_is_understood():
-    asked = find_card("bert_large_squad", "seq 384 (script default)")
-    assert asked.sequence_length == 384
-    assert asked.forward_flops_per_sample == pytest.approx(2.464e11, rel=0.005)
-    assert asked.attention_share == pytest.approx(4 * 384**2 * 1024 * 24 / asked.forward_flops_per_sample)
+    card = find_card("bert_large_squad", "seq 384 (script default)")
+    assert card.sequence_length == 384
+    assert card.forward_flops_per_sample == pytest.approx(2.464e11, rel=0.005)
+    assert card.attention_share == pytest.approx(4 * 384**2 * 1024 * 24 / card.forward_flops_per_sample)
 
 
 def test_activations_of_a_language_model_follow_the_sequence():
@@ -262,14 +173,14 @@ def test_transformer_flops_refuses_what_it_cannot_count():
 
 
 def test_a_damaged_card_is_refused(monkeypatch):
-    rows = {"resnet50": [read_shipped("models.csv")[0] | {"model": "resnet50", "params": "many"}]}
+    rows = {"resnet50": [shipped_rows("models.csv")[0] | {"model": "resnet50", "params": "many"}]}
     monkeypatch.setattr(cards_module, "_card_rows", lambda: rows)
     with pytest.raises(IntegrityError, match="card of resnet50"):
         find_card.__wrapped__("resnet50", "224")
 
 
 def test_every_card_can_be_read_and_says_how_it_is_known():
-    for row in read_shipped("models.csv"):
+    for row in shipped_rows("models.csv"):
         card = find_card(row["model"], row["task_input"])
         assert card is not None
         assert card.how_known
@@ -283,19 +194,3 @@ def test_a_lookup_needs_no_numerical_library():
         "sys.exit(bool({'numpy', 'pandas', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("counts", "kind"),
-    [
-        ({"convolution_share": 0.99, "attends": False}, "cnn"),
-        ({"convolution_share": 0.02, "attends": True}, "vision_transformer"),
-        ({"convolution_share": 0.7, "attends": True}, "hybrid_vision"),
-        ({"convolution_share": 0.0, "attends": True, "takes_tokens": True}, "language_encoder"),
-        ({"convolution_share": 0.1, "attends": False, "recurrent_share": 0.6}, "recurrent"),
-        ({"convolution_share": 0.0, "attends": False}, "tabular/other"),
-    ],
-)
-def test_the_kind_is_guessed_from_what_the_work_is(counts: dict[str, object], kind: str) -> None:
-    assert guess_kind(**counts) == kind
-    assert kind in KINDS

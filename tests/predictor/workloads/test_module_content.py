@@ -1,4 +1,4 @@
-"""The text of a module: the same for equal modules in any process, another for whatever changes a walk."""
+"""The text of a module: the same for equal modules in any process, another after every change that a walk counts."""
 
 import functools
 import importlib.util
@@ -89,7 +89,7 @@ def test_the_text_is_the_same_in_another_process(net, tmp_path):
         lambda net: setattr(net, "forward", lambda x: x),
     ],
 )
-def test_what_changes_a_walk_changes_the_text(net, change):
+def test_every_change_that_a_walk_counts_changes_the_text(net, change):
     module = net()
     change(module)
     assert key(module) != key(net())
@@ -106,7 +106,7 @@ def test_tied_weights_are_not_two_equal_ones():
     assert key(tied) != key(apart)
 
 
-def test_code_of_the_class_and_of_what_it_calls_is_part_of_the_text(tmp_path, monkeypatch):
+def test_code_of_the_class_and_of_the_functions_it_calls_is_part_of_the_text(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mine", None)
     before = key(load(tmp_path).Net())
     assert key(load(tmp_path, SOURCE.replace("x * 2", "x * 3")).Net()) != before
@@ -125,7 +125,7 @@ def test_code_in_a_file_that_the_file_imports_is_part_of_the_text(tmp_path, monk
     assert keys[0] != keys[1]
 
 
-def test_functions_are_told_apart_by_code_defaults_and_what_they_close_over():
+def test_functions_differ_by_code_defaults_and_closures():
     def close(width, default=1):
         return lambda x, y=default: x + width
 
@@ -134,7 +134,7 @@ def test_functions_are_told_apart_by_code_defaults_and_what_they_close_over():
     assert describe_value(functools.partial(close, 1)) != describe_value(functools.partial(close, 2))
 
 
-def test_values_that_hold_themselves_or_are_huge_end():
+def test_circular_and_huge_values_have_a_text_of_limited_size():
     class Node:
         pass
 
@@ -153,6 +153,6 @@ def test_an_extra_repr_that_fails_is_no_obstacle():
     assert key(Broken(2, 2))
 
 
-def test_a_scripted_module_and_the_class_of_tensors_are_told_too() -> None:
+def test_a_scripted_module_and_the_class_of_tensors_have_a_text() -> None:
     assert describe_value(torch.Tensor) == "torch.Tensor"
     assert describe_module(torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.ReLU())))

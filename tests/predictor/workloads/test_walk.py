@@ -30,7 +30,7 @@ def make_walk(**changes):
     return Walk(**(options | changes))
 
 
-def test_totals_are_over_what_is_asked_for():
+def test_totals_are_over_the_chosen_counts():
     walk = make_walk()
     assert walk.total("bytes") == 24.0
     assert walk.total("bytes", phase="forward") == 16.0
@@ -58,12 +58,6 @@ def test_gradients_become_ready_between_the_points_too():
     assert walk.ready_at(1.5) == 1.0
 
 
-def test_the_peak_is_the_higher_of_two_moments():
-    walk = make_walk()
-    assert walk.peak_at(1) == 21.0
-    assert walk.peak_at(100) == 502.0
-
-
 def test_a_larger_input_takes_more_of_everything_and_most_of_attention():
     walk = make_walk()
     grown = walk.resize(2.0, attention_factor=4.0)
@@ -78,22 +72,22 @@ def test_a_larger_input_takes_more_of_everything_and_most_of_attention():
     assert walk.resize(1.0, attention_factor=1.0) == walk
 
 
-def test_weights_that_lie_elsewhere_leave_what_grows_with_the_batch_as_it_is():
+def test_keeping_a_share_of_the_weights_changes_only_the_fixed_parts():
     counts = {("forward", "gather", "wide"): OpCount(flops_fixed=8.0, bytes=6.0, bytes_fixed=40.0, fused_fixed=20.0,
                                                      fused=6.0, flops=2.0, ops=1.0)}  # fmt: skip
-    kept = make_walk(counts=counts).keep_weights(0.25)
-    assert kept.counts == {
+    quarter = make_walk(counts=counts).keep_weights(0.25)
+    assert quarter.counts == {
         ("forward", "gather", "wide"): OpCount(flops_fixed=2.0, bytes=6.0, bytes_fixed=10.0, fused_fixed=5.0,
                                                fused=6.0, flops=2.0, ops=1.0)
     }  # fmt: skip
-    assert kept.gradient_bytes == 100.0
-    assert (kept.saved, kept.saved_fixed) == (3.0, 0.25)
-    assert (kept.peak, kept.peak_fixed, kept.peak_small, kept.peak_small_fixed) == (5.0, 0.5, 1.0, 5.0)
+    assert quarter.gradient_bytes == 100.0
+    assert (quarter.saved, quarter.saved_fixed) == (3.0, 0.25)
+    assert (quarter.peak, quarter.peak_fixed, quarter.peak_small, quarter.peak_small_fixed) == (5.0, 0.5, 1.0, 5.0)
     walk = make_walk()
     assert walk.keep_weights(1.0) == walk
 
 
-def test_columns_say_the_same_and_leave_zeros_out():
+def test_columns_hold_the_whole_walk_and_leave_zeros_out():
     walk = make_walk()
     columns = walk.to_columns()
     assert columns["forward_dense_narrow_flops"] == 100.0
@@ -110,7 +104,7 @@ def test_columns_say_the_same_and_leave_zeros_out():
 def test_columns_that_are_not_a_walk_are_bad_input(change):
     columns = make_walk().to_columns()
     change(columns)
-    with pytest.raises(InputError, match="does not fit"):
+    with pytest.raises(InputError, match="are not a walk"):
         Walk.from_columns(columns)
 
 

@@ -1,4 +1,4 @@
-"""Workloads: counted, from a card of sizes, or estimated from parameters and FLOPs alone, at the input asked."""
+"""Workloads: counted, from a card of sizes, or estimated from parameters and FLOPs, at the input of the question."""
 
 import subprocess
 import sys
@@ -32,8 +32,8 @@ def test_a_card_survives_its_dictionary(name):
 
 
 def test_a_measured_card_comes_before_the_shipped_one():
-    own = replace(find_workload("mlp"), params=1)
-    assert find_workload("mlp", measured=[own]) is own
+    measured = replace(find_workload("mlp"), params=1)
+    assert find_workload("mlp", measured=[measured]) is measured
 
 
 def test_an_unknown_model_is_answered_with_the_nearest():
@@ -58,12 +58,12 @@ def test_cards_are_read_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def card(model: str, **told: Any) -> Card:
+def card(model: str, **values: Any) -> Card:
     blank: dict[str, Any] = dict.fromkeys(field.name for field in fields(Card))
-    return Card(**blank | {"model": model, "task_input": "", "optimizer": "", "how_known": ""} | told)
+    return Card(**blank | {"model": model, "task_input": "", "optimizer": "", "how_known": ""} | values)
 
 
-def test_of_a_convolutional_network_that_is_not_known_the_rest_is_estimated_after_resnets():
+def test_the_counts_of_an_unknown_convolutional_network_are_estimated_after_resnets():
     work = describe_card("some_resnet", params=10**6, forward_flops_per_sample=1e9)
     assert (work.family, work.kind, work.source) == ("resnet", "cnn", "card")
     assert work.backward_flops_per_sample == 2e9
@@ -76,7 +76,7 @@ def test_of_a_convolutional_network_that_is_not_known_the_rest_is_estimated_afte
     assert work.walks is None
 
 
-def test_of_a_transformer_it_is_estimated_after_transformers():
+def test_the_counts_of_an_unknown_transformer_are_estimated_after_transformers():
     work = describe_card("some_bert", params=10**6, forward_flops_per_sample=1e9)
     assert work.kind == "language_encoder"
     assert work.forward_bytes_per_sample == pytest.approx(0.008e9)
@@ -94,7 +94,7 @@ def test_recurrent_and_speech_networks_launch_as_few_kernels_a_tensor_as_transfo
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "moved"),
+    ("name", "values", "moved"),
     [
         ("some_resnet", {"outputs_per_sample": 1e6, "activations_per_sample": 5e5}, 4 * 2.17e6),
         ("some_resnet", {"activations_per_sample": 5e5}, 4 * 7.3 * 5e5),
@@ -102,13 +102,13 @@ def test_recurrent_and_speech_networks_launch_as_few_kernels_a_tensor_as_transfo
         ("some_bert", {"activations_per_sample": 5e5}, 4 * 3.8 * 5e5),
     ],
 )
-def test_the_traffic_follows_the_most_exact_count_that_the_card_has(name: str, told: dict, moved: float):
-    work = describe_card(name, params=10**6, forward_flops_per_sample=1e9, card=card(name, **told))
+def test_the_traffic_follows_the_most_exact_count_that_the_card_has(name: str, values: dict, moved: float):
+    work = describe_card(name, params=10**6, forward_flops_per_sample=1e9, card=card(name, **values))
     assert work.forward_bytes_per_sample == pytest.approx(moved)
-    assert work.activations_per_sample == told.get("activations_per_sample")
+    assert work.activations_per_sample == values.get("activations_per_sample")
 
 
-def test_what_a_card_says_is_not_estimated():
+def test_values_of_a_card_are_not_estimated():
     sizes = {"layers": 6, "convolution_share": 0.2, "attention_share": 0.3, "optimizer": "lamb", "vocab": 100}
     work = describe_card("some_bert", params=10**6, forward_flops_per_sample=1e9, card=card("some_bert", **sizes))
     assert work.parameter_tensors == 12 * 6
@@ -121,7 +121,7 @@ def test_what_a_card_says_is_not_estimated():
     assert work.forward_ops == 150
 
 
-def test_of_a_recommender_with_sharded_tables_only_the_dense_part_is_a_ranks_own():
+def test_a_rank_holds_only_the_dense_part_of_a_recommender_with_sharded_tables():
     large = describe_card("dlrm_huge", params=2 * 10**9, forward_flops_per_sample=1e7)
     assert large.params == 5 * 10**6
     assert large.forward_bytes_fixed == 4 * large.params
@@ -135,10 +135,10 @@ def test_a_network_of_no_size_or_no_work_is_bad_input(numbers: dict):
         describe_card("some_resnet", **{"params": 1, "forward_flops_per_sample": 1.0} | numbers)
 
 
-def test_names_of_one_network_say_so():
-    one, other = find_workload("vit_b16"), find_workload("vit_base_patch16_224")
-    assert one.network == other.network == "vit_base_patch16"
-    assert one.name != other.name
+def test_names_of_one_network_share_its_network_name():
+    short, long = find_workload("vit_b16"), find_workload("vit_base_patch16_224")
+    assert short.network == long.network == "vit_base_patch16"
+    assert short.name != long.name
 
 
 def test_another_resolution_takes_as_much_more_work_as_its_area():
@@ -158,10 +158,10 @@ def test_a_longer_sequence_takes_more_than_its_share_of_attention():
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b16", "bert_base", "gpt2"])
 def test_a_network_is_described_as_rows_of_the_public_table_describe_it(name: str):
-    # or trees that learned from the table would meet blanks, and other FLOPs of BERT, where they expect what they know
-    asked = find_workload(name)
-    assert asked == describe_row(name, asked.task_input, None, None)
-    assert asked.walks is not None
+    # otherwise trees that learned from the table would meet blanks, and other FLOPs of BERT than in training
+    work = find_workload(name)
+    assert work == describe_row(name, work.task_input, None, None)
+    assert work.walks is not None
 
 
 def entry_of(name: str, task_input: str = "") -> ZooEntry:
@@ -170,7 +170,7 @@ def entry_of(name: str, task_input: str = "") -> ZooEntry:
     return entry
 
 
-def test_a_network_of_the_zoo_is_what_its_walk_counted():
+def test_a_network_of_the_zoo_has_the_counts_of_its_walk():
     entry, work = entry_of("bert_base", "512"), find_workload("bert_base", task_input="512")
     ahead, back = (
         {quantity: entry.fp32.total(quantity, phase=phase) for quantity in ("flops", "bytes", "bytes_fixed", "ops")}
@@ -199,7 +199,7 @@ def test_a_name_that_means_a_network_of_the_zoo_keeps_its_own_spelling():
     assert work.network == find_workload("llama2_7b").network
 
 
-def test_of_a_recommender_of_the_zoo_the_tables_lie_elsewhere_and_the_dense_part_stays():
+def test_the_walk_of_a_recommender_of_the_zoo_leaves_out_its_sharded_tables():
     entry, work = entry_of("dlrm_large"), find_workload("dlrm_large")
     dense = work.forward_flops_per_sample / 2
     assert entry.params > 10**9 > work.params == round(dense)
@@ -209,21 +209,21 @@ def test_of_a_recommender_of_the_zoo_the_tables_lie_elsewhere_and_the_dense_part
         assert walk.total("flops") == whole.total("flops")
         assert walk.total("bytes") == whole.total("bytes")
         assert walk.gradient_bytes <= 4 * dense
-        # weights are read in both passes and their gradients written, which no share of the tables is taken from
+        # both passes read the dense weights and one writes their gradients; no part of the tables is left
         assert walk.total("bytes_fixed") == pytest.approx(min(whole.total("bytes_fixed"), 12 * work.params))
         assert walk.total("bytes_fixed") > 8 * dense
     small = replace(entry, params=10**9)
     assert describe_entry(small, name="dlrm_large").walks == {"fp32": entry.fp32, "amp": entry.amp}
 
 
-def test_a_workload_of_campaigns_is_in_the_zoo_with_what_was_counted():
-    found = find_workload("mlp")
-    assert replace(found, walks=None, source="counted") == known_workloads()["mlp"]
-    assert found.walks is not None
-    assert find_workload("mlp", task_input="1024") == found
+def test_a_workload_of_campaigns_has_the_same_counts_in_the_zoo():
+    work = find_workload("mlp")
+    assert replace(work, walks=None, source="counted") == known_workloads()["mlp"]
+    assert work.walks is not None
+    assert find_workload("mlp", task_input="1024") == work
 
 
-def test_the_usual_input_said_aloud_changes_nothing():
+def test_asking_for_the_usual_input_changes_nothing():
     assert find_workload("resnet50", task_input="224") == find_workload("resnet50")
 
 
@@ -233,15 +233,15 @@ def test_a_measured_workload_takes_the_walks_that_the_zoo_has_of_it():
     walks = find_workload("resnet50").walks
     assert find_workload("resnet50", measured=[measured]) == replace(measured, walks=walks)
     assert walks is not None
-    own = replace(measured, walks={name: walk.keep_weights(0.5) for name, walk in walks.items()})
-    assert find_workload("resnet50", measured=[own]) is own
+    walked = replace(measured, walks={name: walk.keep_weights(0.5) for name, walk in walks.items()})
+    assert find_workload("resnet50", measured=[walked]) is walked
 
 
 def test_a_measured_workload_answers_for_its_own_input_only():
-    own = replace(find_workload("mlp"), name="mine", task_input="32")
-    assert find_workload("mine", task_input="32", measured=[own]) is own
+    measured = replace(find_workload("mlp"), name="mine", task_input="32")
+    assert find_workload("mine", task_input="32", measured=[measured]) is measured
     with pytest.raises(InputError, match=r"mine is known at one input only.*expected: 32"):
-        find_workload("mine", task_input="64", measured=[own])
+        find_workload("mine", task_input="64", measured=[measured])
 
 
 @pytest.mark.parametrize("text", ["wide", "0", "00x0", "9" * 400, "9" * 5000, "224x9999999999"])
@@ -257,7 +257,7 @@ def test_a_model_is_named_by_a_text(name: Any):
         find_workload(name)
 
 
-def test_a_card_without_work_is_said_to_be_one():
+def test_a_card_without_flops_is_bad_input():
     with pytest.raises(InputError, match="work of amoebanet_d_18_256 is not known"):
         find_workload("amoebanet_d_18_256")
 
@@ -280,12 +280,12 @@ def test_a_network_with_its_walks_survives_its_dictionary():
     ("name", "kind"),
     [("facebook/opt-125m", "language_decoder"), ("alexnet", "cnn"), ("qwen1_5_moe_a2_7b", "mixture_of_experts")],
 )
-def test_a_network_of_the_zoo_without_a_family_has_a_kind_by_what_it_is_made_of(name, kind):
-    found = find_workload(name)
-    assert (found.family, found.kind) == ("", kind)
-    assert found.optimizer == ("sgd_momentum" if kind == "cnn" else "adamw")
+def test_a_network_of_the_zoo_without_a_family_has_a_kind_by_its_counts(name, kind):
+    work = find_workload(name)
+    assert (work.family, work.kind) == ("", kind)
+    assert work.optimizer == ("sgd_momentum" if kind == "cnn" else "adamw")
 
 
 def test_the_twin_of_another_library_is_the_same_network():
-    twin, own = find_workload("torchvision/resnet50"), find_workload("resnet50")
-    assert (twin.network, twin.family, twin.kind) == (own.network, own.family, own.kind)
+    twin, usual = find_workload("torchvision/resnet50"), find_workload("resnet50")
+    assert (twin.network, twin.family, twin.kind) == (usual.network, usual.family, usual.kind)

@@ -1,27 +1,24 @@
-import csv
 import math
 import subprocess
 import sys
-from importlib import resources
 
 import pytest
 
 from precision_time.predictor.rows.public_table import load_public_table
+from precision_time.predictor.shipped import shipped_bytes, shipped_rows
 from precision_time.predictor.workloads import zoo
-from precision_time.predictor.workloads.zoo import ZooTable, find_entry, find_name, read_size, zoo_names
+from precision_time.predictor.workloads.zoo import ZooTable, find_entry, find_name, zoo_names
 from precision_time.storage.errors import IntegrityError
-
-DATA = resources.files("precision_time.predictor").joinpath("data")
 
 
 @pytest.fixture(scope="module")
 def shipped():
-    return DATA.joinpath("zoo.parquet").read_bytes()
+    return shipped_bytes("zoo.parquet")
 
 
 @pytest.fixture(scope="module")
 def missing():
-    return list(csv.DictReader(DATA.joinpath("zoo_missing.csv").read_text(encoding="utf-8").splitlines()))
+    return shipped_rows("zoo_missing.csv")
 
 
 def test_the_zoo_is_one_file_of_many_names(shipped):
@@ -73,7 +70,7 @@ def test_every_name_of_the_public_table_is_resolved_or_listed_with_its_reason(mi
         ("gnmt", "", 160_671_297, None),
     ],
 )
-def test_well_known_networks_weigh_what_is_known(name, task_input, params, forward_flops):
+def test_well_known_networks_have_their_published_parameters_and_work(name, task_input, params, forward_flops):
     entry = find_entry(name, task_input)
     assert entry is not None
     assert entry.params == params
@@ -81,7 +78,7 @@ def test_well_known_networks_weigh_what_is_known(name, task_input, params, forwa
         assert entry.fp32.total("flops", phase="forward") == pytest.approx(forward_flops, rel=2e-4)
 
 
-def test_experts_know_what_one_token_passes_through():
+def test_experts_have_the_parameters_that_one_token_passes_through():
     entry = find_entry("mixtral_8x7b")
     assert entry is not None
     assert entry.sizes["experts"] == 8
@@ -112,7 +109,7 @@ def test_published_spellings_are_found(spelling, name):
 
 
 def test_every_alias_leads_to_a_name():
-    rows = list(csv.DictReader(DATA.joinpath("aliases.csv").read_text(encoding="utf-8").splitlines()))
+    rows = shipped_rows("aliases.csv")
     assert len(rows) > 300
     assert not {row["name"] for row in rows} - zoo_names()
 
@@ -145,37 +142,19 @@ def test_the_scaled_walk_of_a_transformer_is_near_the_one_at_that_length():
     assert scaled.total("bytes") == pytest.approx(walked.fp32.total("bytes"), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("224", 224),
-        ("seq 128 (script default)", 128),
-        ("128x128x128x4 volumes", 128),
-        ("512x1024", math.sqrt(512 * 1024)),
-        ("~800x1333", math.sqrt(800 * 1088)),
-        ("COCO images (short side 800, long side max 1333)", math.sqrt(800 * 1088)),
-        ("segments of 8192 audio samples", 8192),
-        ("WMT16 en-de", None),
-        ("", None),
-    ],
-)
-def test_inputs_tell_a_size(text, size):
-    assert read_size(text) == (None if size is None else pytest.approx(size))
-
-
 def test_an_unknown_input_means_the_usual_one():
-    usual, told = find_entry("resnet50"), find_entry("resnet50", "ImageNet at its usual size")
+    usual, other = find_entry("resnet50"), find_entry("resnet50", "ImageNet at its usual size")
     assert usual is not None
-    assert told is not None
-    assert told.walked_at == usual.walked_at == "224"
+    assert other is not None
+    assert other.walked_at == usual.walked_at == "224"
 
 
-def test_a_damaged_file_is_an_error_that_says_so(shipped, monkeypatch):
+def test_a_damaged_file_is_an_integrity_error(shipped, monkeypatch):
     broken = bytearray(shipped)
     broken[len(broken) // 2] ^= 1
     with pytest.raises(IntegrityError, match=r"zoo\.parquet is damaged"):
         ZooTable(bytes(broken), name="zoo.parquet")
-    monkeypatch.setattr(zoo, "_read", lambda name: bytes(broken))
+    monkeypatch.setattr(zoo, "shipped_bytes", lambda name: bytes(broken))
     zoo._table.cache_clear()
     find_entry.cache_clear()
     find_name.cache_clear()
@@ -189,10 +168,10 @@ def test_a_damaged_file_is_an_error_that_says_so(shipped, monkeypatch):
 def test_a_table_of_other_columns_is_refused():
     from precision_time.storage.columns import encode_columns
 
-    with pytest.raises(IntegrityError, match="does not fit"):
+    with pytest.raises(IntegrityError, match="not have the columns of the zoo"):
         ZooTable(encode_columns({"model": ["resnet50"]}), name="a test")
     table = ZooTable(encode_columns({"name": ["resnet50"], "task_input": ["224"]}), name="a test")
-    with pytest.raises(IntegrityError, match="does not fit"):
+    with pytest.raises(IntegrityError, match="not have the columns of the zoo"):
         table.read_entry(0, network="resnet50")
 
 
@@ -204,9 +183,3 @@ def test_a_look_up_loads_neither_torch_nor_pandas():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_only_an_input_of_coco_means_its_padded_size():
-    coco = read_size("COCO images (short side 800, long side max 1333)")
-    assert coco == read_size("~800x1333") == pytest.approx(math.sqrt(800 * 1088))
-    assert read_size("1333") == read_size("1333x1333") == 1333

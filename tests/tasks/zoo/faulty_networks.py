@@ -1,4 +1,4 @@
-"""Networks for the builder's tests: two small ones, one that raises, one that kills its process, one that hangs."""
+"""Networks for tests of the builder: two small ones, one that raises, one that kills its process, one that hangs."""
 
 import os
 import time
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from precision_time.storage.errors import InputError
-from precision_time.tasks.zoo.networks import Built, Network, build_light, classify
+from precision_time.tasks.zoo.network import Built, Network, build_light, classify
 
 
 def _build(width: int) -> Built:
@@ -35,11 +35,11 @@ def _hang() -> Built:
 
 def list_networks() -> list[Network]:
     builders = {"narrow": partial(_build, 4), "raises": _fail, "dies": _die, "wide": partial(_build, 16)}
-    found = [
+    networks = [
         Network(name=name, task_input="8", source="test", builds=name, build=build) for name, build in builders.items()
     ]
     twin = Network(name="narrow_twin", task_input="8", source="test", builds="narrow", build=builders["narrow"])
-    return [*found, twin]
+    return [*networks, twin]
 
 
 def list_slow() -> list[Network]:

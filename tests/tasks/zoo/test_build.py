@@ -5,9 +5,8 @@ import pytest
 
 from precision_time.predictor.workloads.walk import Walk
 from precision_time.predictor.workloads.zoo import ZooTable
-from precision_time.tasks.zoo.build import WALKS, build_zoo, read_walks
-from precision_time.tasks.zoo.networks import Missing
-from precision_time.tasks.zoo.table import write_zoo
+from precision_time.tasks.zoo.build import WALKS, build_zoo, read_walks, write_zoo
+from precision_time.tasks.zoo.network import Missing
 
 FOLDER = Path(__file__).parent
 
@@ -44,19 +43,19 @@ def test_failures_are_recorded_with_their_reason_and_stop_nothing(walked, networ
     assert len(lines) == 4
     assert lines[-1].startswith("4 of 4 walks, 2 failed now")
 
-    # a second run walks nothing; one whose file lost an entry, and has a line cut short, walks that alone
+    # a second run walks nothing; a run whose file lost an entry, and has a line cut short, walks that entry alone
     again: list[str] = []
     options = {"scratch": tmp_path, "factory": "faulty_networks:list_networks", "workers": 1, "report": again.append}
     assert build_zoo(networks.list_networks(), **options) == walks
     assert again == []
     path = tmp_path / WALKS
-    kept = [line for line in path.read_text().splitlines() if json.loads(line)["builds"] != "wide"]
-    path.write_text("\n".join([*kept, '{"builds": "wi']) + "\n")
+    others = [line for line in path.read_text().splitlines() if json.loads(line)["builds"] != "wide"]
+    path.write_text("\n".join([*others, '{"builds": "wi']) + "\n")
     assert build_zoo(networks.list_networks(), **options)["wide"]["fp32"] == walks["wide"]["fp32"]
     assert len(again) == 1
     assert ": wide: " in again[0]
 
-    # walks of other code are stale unless they are to be kept
+    # walks made by other code are stale, unless the run keeps them
     stale = read_walks(path)
     path.write_text("".join(json.dumps(walk | {"code": "older"}) + "\n" for walk in stale.values()))
     again.clear()
@@ -67,29 +66,17 @@ def test_failures_are_recorded_with_their_reason_and_stop_nothing(walked, networ
 
 
 def test_a_walk_that_hangs_is_given_up(networks, tmp_path):
-    walks = build_zoo(
-        networks.list_slow(),
-        scratch=tmp_path,
-        factory="faulty_networks:list_slow",
-        workers=1,
-        limit_s=3.0,
-        report=lambda line: None,
-    )
-    assert walks["hangs"]["failure"] == "no walk within 3 s"
-    assert walks["narrow"]["params"] == 86
+    options = {"scratch": tmp_path, "factory": "faulty_networks:list_slow", "workers": 1, "report": lambda line: None}
+    walks = build_zoo(networks.list_slow()[:1], limit_s=1.0, **options)
+    assert walks["hangs"]["failure"] == "no walk within 1 s"
+    assert build_zoo(networks.list_slow(), **options)["narrow"]["params"] == 86
 
 
-def test_what_was_walked_becomes_a_table_and_the_rest_a_list(walked, networks, tmp_path):
+def test_walks_become_a_table_and_failures_a_list(walked, networks, tmp_path):
     walks, _ = walked
     missing = [Missing("unheard_of", "224", 7, "in none of the libraries")]
-    told = write_zoo(
-        networks.list_networks(),
-        walks=walks,
-        missing=missing,
-        usual={"narrow": "8"},
-        folder=tmp_path,
-    )
-    assert told.startswith("3 names, 3 rows, 2 walks")
+    summary = write_zoo(networks.list_networks(), walks=walks, missing=missing, usual={"narrow": "8"}, folder=tmp_path)
+    assert summary.startswith("3 names, 3 rows, 2 walks")
     table = ZooTable((tmp_path / "zoo.parquet").read_bytes(), name="a test")
     assert table.names == ["narrow", "narrow_twin", "wide"]
     narrow, twin, wide = (table.read_entry(row, network=table.names[row]) for row in range(3))

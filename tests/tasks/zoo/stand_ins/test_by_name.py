@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precision_time.predictor.workloads.cards import find_family
+from precision_time.predictor.workloads.families import find_family
 from precision_time.storage.errors import InputError, UnknownNameError
 from precision_time.tasks.zoo.stand_ins.by_name import STAND_INS, build_stand_in, stand_in_inputs
 from precision_time.tasks.zoo.stand_ins.detection import GRIDS, make_anchors, score_boxes
@@ -14,8 +14,8 @@ from precision_time.tasks.zoo.stand_ins.recommendation import CRITEO_ROWS, Dcnv2
 from precision_time.tasks.zoo.stand_ins.recurrent import build_gnmt, build_rnnt, build_tacotron2
 from precision_time.tasks.zoo.stand_ins.transformers import RelativeLayer, build_transformer_big, make_sinusoids
 
-#: Parameters by name, with where the figure is from. "counted": by a network built from library parts with the same
-#: sizes, where nobody tells a figure; "recalled": told by the source, not re-checked.
+#: Parameters by name, and the source of each figure. "counted": no source has a figure, so a network of library parts
+#: with the same sizes was counted; "recalled": the figure of the source from memory, not re-checked.
 PUBLISHED = {
     "gnmt": 160_671_297,  # recalled: training log of NVIDIA/DeepLearningExamples
     "ssd300_resnet50": 22_894_902,  # counted
@@ -25,10 +25,10 @@ PUBLISHED = {
     "hifigan": 13.92e6 + 70.7e6,  # generator: HiFi-GAN paper; discriminators: recalled
     "fastpitch": 45e6 + 1.005e6 + 0.495e6,  # recalled: 45 M (version 1.0); aligner and energy by hand
     "jasper10x5": 332_632_349,  # tests of osmr/imgclsmob
-    "quartznet15x5": 18_924_381,  # osmr/imgclsmob; the paper tells 18.9 M
+    "quartznet15x5": 18_924_381,  # osmr/imgclsmob; the paper gives 18.9 M
     "rnnt": 49e6,  # recalled: mlcommons/training
     "transformerxl_base": 191_950_298,  # recalled: training log of NVIDIA/DeepLearningExamples
-    "transformerxl_large": 285e6,  # by hand from the sizes; the paper tells 257 M
+    "transformerxl_large": 285e6,  # by hand from the sizes; the paper gives 257 M
     "transformer_big": 210e6,  # by hand from the sizes of NVIDIA/DeepLearningExamples
     "ncf": 31.8e6,  # by hand from the sizes of NVIDIA/DeepLearningExamples
     "vae_cf": 24_489_600,  # by hand from the sizes, without biases
@@ -52,7 +52,7 @@ PUBLISHED = {
     "tft_traffic": 1.69e6,  # by hand from the sizes of NVIDIA/DeepLearningExamples
 }
 ALIASES = {"ncf_ml20m": "ncf", "transformer-big": "transformer_big", "transformer_big_wmt": "transformer_big"}
-#: Long loops, walked over few steps.
+#: Networks with long loops, built with few steps.
 SHORT = {
     "gnmt": lambda: build_gnmt(source=3, target=4),
     "tft_electricity": lambda: build_tft(past=6, future=3),
@@ -97,7 +97,7 @@ def test_a_step_of_a_stand_in_is_finite(name):
     assert all(parameter.isfinite().all() for parameter in workload.module.parameters())
 
 
-def test_every_input_of_a_name_builds_a_network_of_its_own_shape():
+def test_every_input_of_a_name_has_batches_of_its_own_shape():
     shapes = {}
     for task_input in stand_in_inputs("unet3d"):
         with torch.device("meta"):
@@ -198,17 +198,17 @@ def test_relative_attention_scores_a_place_by_its_distance():
     tokens, memory = torch.randn(1, 3, 64).double(), torch.randn(1, 2, 64).double()
     places = make_sinusoids(torch.arange(4, -1, -1), width=64).double()
     hidden = torch.ones(3, 5, dtype=torch.bool).triu(3)
-    made = layer(tokens, memory, places, torch.randn(2, 1, 64).double() * 0, hidden)
+    output = layer(tokens, memory, places, torch.randn(2, 1, 64).double() * 0, hidden)
     query, key, value = layer.projection(torch.cat([memory, tokens], dim=1)[0]).chunk(3, dim=-1)
     distance = layer.place(places)
     rows = []
     for row in range(3):
-        own = query[2 + row]
+        row_query = query[2 + row]
         # The key at column j is 2 + row - j steps away; places run from distance 4 down to 0.
-        scores = torch.stack([own @ key[j] + own @ distance[4 - (2 + row - j)] for j in range(3 + row)]) / 8
+        scores = torch.stack([row_query @ key[j] + row_query @ distance[4 - (2 + row - j)] for j in range(3 + row)]) / 8
         rows.append(scores.softmax(dim=0) @ value[: 3 + row])
     mixed = layer.attention_norm(tokens[0] + layer.mix(torch.stack(rows)))
-    torch.testing.assert_close(made[0], layer.norm(mixed + layer.mlp(mixed)))
+    torch.testing.assert_close(output[0], layer.norm(mixed + layer.mlp(mixed)))
 
 
 @pytest.mark.parametrize(("tokens", "shape"), [(2, (1, 2)), (32, (1, 32)), (64, (2, 32)), (70, (3, 32))])

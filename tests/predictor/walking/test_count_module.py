@@ -1,4 +1,4 @@
-"""A module and a sample of its input become counts: batches, losses, tied and frozen weights, and what goes wrong."""
+"""Counting a module on a sample of its input: batches, losses, tied and frozen weights, and errors."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from precision_time.predictor.walking import describe_module as module_walks
-from precision_time.predictor.walking.describe_module import count_module, make_sample
+from precision_time.predictor.walking import count_module as counting
+from precision_time.predictor.walking.count_module import count_module, make_sample
 from precision_time.storage.errors import InputError
 
 
@@ -92,12 +92,12 @@ def test_a_shape_as_text_is_one_sample(text, shape, dtype):
 
 @pytest.mark.parametrize("text", ["", "3x", "3x0x4", "words:4", "tokens:", "-3", "3 x 4", "1e9", "9999999999"])
 def test_text_that_is_no_shape_is_bad_input(text):
-    with pytest.raises(InputError, match="names no shape"):
+    with pytest.raises(InputError, match="is not a shape"):
         make_sample(text)
 
 
 @pytest.mark.parametrize(
-    ("sample", "told"),
+    ("sample", "task_input"),
     [
         (torch.randn(3, 32, 32), "32"),
         (torch.zeros(2, 3, 32, 48), "32x48"),
@@ -105,7 +105,7 @@ def test_text_that_is_no_shape_is_bad_input(text):
         (torch.zeros(2, 10, 4), "10"),
     ],
 )
-def test_the_input_is_named_by_its_size(sample, told):
+def test_the_input_is_named_by_its_size(sample, task_input):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -114,26 +114,26 @@ def test_the_input_is_named_by_its_size(sample, told):
         def forward(self, values):
             return self.layer(values)
 
-    assert count(Sum(), sample).workload.task_input == told
+    assert count(Sum(), sample).workload.task_input == task_input
 
 
 @pytest.mark.parametrize(
-    ("sample", "said"),
+    ("sample", "message"),
     [
         (np.zeros((2, 16)), "got: numpy.ndarray.*from_numpy"),
         ([1.0, 2.0], "no tensor in it"),
         ({}, "no tensor in it"),
-        ({0: torch.zeros(2, 16)}, "keys that are no text"),
+        ({0: torch.zeros(2, 16)}, "keys that are not text"),
         (torch.tensor(1.0), "no batch"),
         (torch.zeros(0, 16), "no batch"),
     ],
 )
-def test_a_sample_that_cannot_be_used_is_bad_input(sample, said):
-    with pytest.raises(InputError, match=said):
+def test_a_sample_that_cannot_be_used_is_bad_input(sample, message):
+    with pytest.raises(InputError, match=message):
         count(nn.Linear(16, 8), sample)
 
 
-def test_the_users_own_error_is_named_with_its_message():
+def test_the_error_of_the_users_code_is_named_with_its_message():
     class Picky(nn.Linear):
         def forward(self, values):
             raise KeyError("the colour of the input")
@@ -146,7 +146,7 @@ def test_the_users_own_error_is_named_with_its_message():
         count(Two(), {"wide": torch.zeros(2, 16), "deeep": torch.zeros(2, 4)})
 
 
-def test_a_module_that_leaves_torch_is_said_to_run_but_not_to_be_walkable():
+def test_a_module_that_leaves_torch_runs_but_cannot_be_walked():
     class Leaves(nn.Linear):
         def forward(self, values):
             return super().forward(torch.from_numpy(values.detach().numpy() * 2))
@@ -177,13 +177,13 @@ def test_a_module_without_products_does_no_work():
 
 
 @pytest.mark.parametrize("wrap", [lambda y: (y, {"a": [y]}), lambda y: {"x": y, "n": 3}, lambda y: [y.argmax(-1), y]])
-def test_all_that_a_module_returns_stands_in_for_its_loss_and_is_said_to(wrap):
+def test_without_a_loss_the_mean_of_all_outputs_is_taken_and_reported(wrap):
     class Returns(nn.Linear):
         def forward(self, values):
             return wrap(super().forward(values))
 
     counted = count(Returns(16, 8), torch.zeros(2, 16))
-    assert any("stands in for its loss" in reason for reason in counted.reasons)
+    assert any("took the mean" in reason for reason in counted.reasons)
     assert counted.workload.backward_flops_per_sample == 2 * 16 * 8
 
 
@@ -197,23 +197,23 @@ def test_a_loss_that_the_module_returns_is_its_loss():
             return Output(super().forward(values))
 
     counted = count(Own(16, 8), torch.zeros(2, 16))
-    assert not any("stands in" in reason for reason in counted.reasons)
+    assert not any("took the mean" in reason for reason in counted.reasons)
     assert counted.workload.forward_flops_per_sample > 2 * 16 * 8
 
 
-def test_a_loss_of_ones_own_is_taken_and_checked():
+def test_a_loss_of_the_user_is_taken_and_checked():
     layer, sample = nn.Linear(16, 8), torch.zeros(2, 16)
     head = torch.zeros(8, 32)
     counted = count(layer, sample, loss=lambda output: (output @ head).square().mean())
     assert counted.workload.forward_flops_per_sample == 2 * 16 * 8 + 2 * 8 * 32
-    assert not any("stands in" in reason for reason in counted.reasons)
+    assert not any("took the mean" in reason for reason in counted.reasons)
     wrongs = {
         "shape": lambda output: output,
         "float": lambda output: 3.0,
         "requires_grad False": lambda output: output.sum().detach(),
     }
-    for said, wrong in wrongs.items():
-        with pytest.raises(InputError, match=f"loss is not usable; got: .*{said}"):
+    for got, wrong in wrongs.items():
+        with pytest.raises(InputError, match=f"loss is not usable; got: .*{got}"):
             count(layer, sample, loss=wrong)
     with pytest.raises(InputError, match="loss is not usable; got: str"):
         count(layer, sample, loss="mse")
@@ -234,7 +234,7 @@ def test_tied_weights_count_once():
     assert work.walks["fp32"].gradient_bytes == 4 * 320
 
 
-def test_frozen_parameters_have_no_gradients_and_the_closed_form_takes_what_was_counted():
+def test_frozen_parameters_have_no_gradients_and_the_closed_form_gets_the_counted_work():
     frozen, plain = (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2))
     frozen[0].requires_grad_(False)
     frozen[1].requires_grad_(False)
@@ -243,7 +243,7 @@ def test_frozen_parameters_have_no_gradients_and_the_closed_form_takes_what_was_
     assert share == pytest.approx(1 / 3)
     assert any("33.3% of its parameters are trained" in reason for reason in counted.reasons)
     assert work.params == count(plain, torch.zeros(2, 16)).workload.params
-    # the weight gradient of the last layer alone: what the roofline makes of the sums
+    # the weight gradient of the last layer alone, which the roofline gets back from the sums
     assert work.walks["fp32"].total("flops", phase="backward") == 2 * 16 * 16
     assert work.backward_flops_per_sample * (1 - 0.5 * (1 - share)) == pytest.approx(2 * 16 * 16)
 
@@ -257,14 +257,14 @@ class LooksAtValues(nn.Module):
         return self.layer(inputs) if inputs.sum().item() < 1e9 else inputs
 
 
-def test_a_module_that_looks_at_values_is_run_for_real_said_to_be_and_not_kept(cache):
+def test_a_module_that_looks_at_values_is_run_for_real_reported_and_not_kept(cache):
     counted = count(LooksAtValues(), torch.zeros(2, 4))
     assert counted.workload.forward_flops_per_sample == 2 * 4 * 4
     assert any("looks at values" in reason for reason in counted.reasons)
     assert not cache.exists()
 
 
-def test_where_there_are_no_values_to_look_at_it_is_said():
+def test_a_module_that_looks_at_values_and_has_none_is_bad_input():
     for module in (LooksAtValues().to("meta"), LooksAtValues().half()):
         with pytest.raises(InputError, match="looks at values"):
             count(module, torch.zeros(2, 4))
@@ -291,8 +291,8 @@ def test_the_module_stays_as_it_was():
 
 def test_the_same_module_is_walked_once(monkeypatch, cache):
     walks = []
-    real = module_walks.walk_both
-    monkeypatch.setattr(module_walks, "walk_both", lambda *a, **k: walks.append(1) or real(*a, **k))
+    real = counting.walk_module
+    monkeypatch.setattr(counting, "walk_module", lambda *a, **k: walks.append(1) or real(*a, **k))
 
     def mean(output):
         return output.mean()

@@ -1,4 +1,4 @@
-"""Network: one named network of the zoo at one input, and how to build it so that a walk can follow it."""
+"""Network: one named network of the zoo at one input, and how to build it for a walk."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,21 +28,21 @@ CLASSES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A module on the meta device, ``make_batch(samples)`` and ``loss_of(module, batch)``, a scalar."""
+    """A module on the meta device with its batches and its loss, a scalar of a module and a batch."""
 
     module: nn.Module
     make_batch: Callable[[int], Any]
     loss_of: Callable[[nn.Module, Any], Tensor]
-    #: layers, hidden_size, heads, kv_heads, ffn_size, vocab, sequence_length, experts, active_experts, where known
+    #: the known ones of ``workloads.zoo.SIZES``
     sizes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A name of the zoo at ``task_input`` (an image's side, a length in tokens, ...).
+    """A name of the zoo at ``task_input`` (the side of an image, a length in tokens, ...).
 
-    Names whose ``builds`` are equal share one network: it is built and walked once. ``params`` is what its publisher
-    or the public table counts, None where nobody does; ``tolerance`` how far the built network may be from it.
+    Names with equal ``builds`` share one network, which is built and walked once. ``params`` is the count of its
+    publisher or of the public table, None without one; ``tolerance`` is the largest relative difference from it.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Network:
 
 
 class Missing(NamedTuple):
-    """A name of the table at one input that has no network, and why."""
+    """A name of the public table at one input without a network, its rows, and the reason."""
 
     name: str
     task_input: str
@@ -65,7 +65,7 @@ class Missing(NamedTuple):
 
 
 def image_batches(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Batches of images [B, *shape] with a class each."""
+    """A maker of batches of images [B, *shape] with one class each."""
 
     def make_batch(samples: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(samples, *shape), torch.zeros(samples, dtype=torch.long)
@@ -74,9 +74,9 @@ def image_batches(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 def label_loss(output: Any, labels: Tensor) -> Tensor:
-    """Cross-entropy summed over all outputs of a network: a tensor [B, classes, ...], or tuples and dicts of them.
+    """Cross-entropy summed over all outputs of a network: a tensor [B, classes, ...], or a tuple or dict of such.
 
-    Images of classes [B, classes, H, W] are scored at every pixel.
+    Outputs [B, classes, H, W] are scored at every pixel.
     """
     if isinstance(output, Tensor):
         output = [output]
@@ -89,7 +89,7 @@ def label_loss(output: Any, labels: Tensor) -> Tensor:
         elif value is not None:
             losses.append(label_loss(value, labels))
     if not losses:
-        raise InputError("a network gives no scores", got=type(output).__name__, expected="tensors [B, classes]")
+        raise InputError("the network returns no scores", got=type(output).__name__, expected="tensors [B, classes]")
     return torch.stack(losses).sum()
 
 
@@ -104,14 +104,14 @@ _INITIALISERS = tuple(
     for name in dir(nn.init)
     if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name))
 )
-_Made = TypeVar("_Made")
+_Module = TypeVar("_Module")
 
 
 def build_light(make: Callable[[], nn.Module], *, holders: Iterable[Any] = (), for_real: bool = False) -> nn.Module:
-    """The module that ``make`` makes, on the meta device: with shapes and no memory.
+    """Build the module that ``make`` returns on the meta device: with shapes and no memory.
 
-    One that computes with values while it is made (or ``for_real``) is made on the CPU without initial values first;
-    ``holders`` are modules with initialisers of their own.
+    A module that computes with values while it is built (or ``for_real``) is built on the CPU first, without initial
+    values. ``holders`` are modules of Python with initialisers of their own.
     """
     with skip_initialisation(holders):
         try:
@@ -121,51 +121,51 @@ def build_light(make: Callable[[], nn.Module], *, holders: Iterable[Any] = (), f
     return module.to(torch.device("meta"))
 
 
-def _on_meta(make: Callable[[], _Made]) -> _Made:
-    """What ``make`` makes on the meta device.
+def _on_meta(make: Callable[[], _Module]) -> _Module:
+    """Call ``make`` with the meta device as default, and ``torch.linspace`` on the CPU.
 
-    Ranges stay on the CPU: many networks read their rates of dropped paths out of one.
+    Many networks read the rates at which they drop paths out of such a range.
     """
-    ranges = torch.linspace
+    linspace = torch.linspace
 
-    def range_on_cpu(*args: Any, **options: Any) -> Tensor:
-        return ranges(*args, **(options | {"device": "cpu"}))
+    def linspace_on_cpu(*args: Any, **options: Any) -> Tensor:
+        return linspace(*args, **(options | {"device": "cpu"}))
 
-    torch.linspace = range_on_cpu
+    torch.linspace = linspace_on_cpu
     try:
         with torch.device("meta"):
             return make()
     finally:
-        torch.linspace = ranges
+        torch.linspace = linspace
 
 
 @contextmanager
-def skip_initialisation(modules: Iterable[Any] = ()) -> Iterator[None]:
-    """Leave new parameters as memory comes: pages that nobody writes take no memory, and no time.
+def skip_initialisation(holders: Iterable[Any] = ()) -> Iterator[None]:
+    """Leave new parameters uninitialised: memory that is never written costs nothing, and no time.
 
-    ``modules`` are those that hold initialisers of ``torch.nn.init`` (or their own of the same names) under their own
-    globals.
+    ``holders`` are modules of Python that have initialisers of ``torch.nn.init`` (or their own of the same names)
+    among their globals.
     """
-    saved: list[tuple[Any, str, Any]] = []
+    replaced: list[tuple[Any, str, Any]] = []
 
     def leave(tensor: Any, *_: Any, **__: Any) -> Any:
         return tensor
 
     names = {*_INITIALISERS, "trunc_normal_tf_", "lecun_normal_", "variance_scaling_"}
-    for holder in (nn.init, *modules):
+    for holder in (nn.init, *holders):
         for name in names:
-            if callable(known := getattr(holder, name, None)):
-                saved.append((holder, name, known))
+            if callable(initialiser := getattr(holder, name, None)):
+                replaced.append((holder, name, initialiser))
                 setattr(holder, name, leave)
     try:
         yield
     finally:
-        for holder, name, known in saved:
-            setattr(holder, name, known)
+        for holder, name, initialiser in replaced:
+            setattr(holder, name, initialiser)
 
 
 def count_params(module: nn.Module, *, trained: bool = False) -> int:
-    """Parameters of a module (those to be ``trained``), shared ones once."""
+    """Parameters of a module, shared ones once; ``trained``: only those with gradients."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not trained)
 
 

@@ -1,8 +1,5 @@
 import pytest
-import torch
-from torch import nn
 
-from precision_time.storage.errors import InputError
 from precision_time.tasks.zoo.build import walk_network
 from precision_time.tasks.zoo.libraries.transformers_networks import (
     Configuration,
@@ -10,7 +7,7 @@ from precision_time.tasks.zoo.libraries.transformers_networks import (
     network_of,
     read_configurations,
 )
-from precision_time.tasks.zoo.networks import build_light, count_params, label_loss
+from precision_time.tasks.zoo.network import count_params
 
 
 def _configuration(**changes):
@@ -78,30 +75,3 @@ def test_a_published_count_of_parameters_is_met_on_the_meta_device():
         network = find_transformers(name)
         assert network is not None
         assert count_params(network.build().module) == network.params
-
-
-class _ReadsValues(nn.Module):
-    """Computes with values while it is made, as networks with ranges of dropped paths do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        steps = int(torch.ones(3).sum().item())
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(steps))
-        nn.init.constant_(self.layers[0].weight, 7.0)
-
-
-def test_modules_end_on_the_meta_device_and_initialisers_work_again():
-    module = build_light(_ReadsValues)
-    assert len(module.layers) == 3
-    assert all(parameter.is_meta for parameter in module.parameters())
-    assert float(nn.init.constant_(torch.zeros(1), 7.0)) == 7.0
-
-
-def test_every_output_of_a_classifier_is_scored():
-    scores = torch.zeros(2, 10)
-    labels = torch.zeros(2, dtype=torch.long)
-    one = label_loss(scores, labels)
-    assert float(label_loss((scores, {"aux": scores}), labels)) == pytest.approx(2 * float(one))
-    assert float(label_loss(torch.zeros(2, 10, 4, 4), labels)) == pytest.approx(float(one))
-    with pytest.raises(InputError, match="gives no scores"):
-        label_loss([], labels)
