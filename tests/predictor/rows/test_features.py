@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precision_time.predictor.answering.artifact import load_bundled
 from precision_time.predictor.rows.features import (
     CLOSED_FORM_FEATURES,
     FEATURE_GROUPS,
     SETUP_FEATURES,
+    WALK_FEATURES,
     Query,
+    describe_walk,
     feature_matrix,
 )
-from precision_time.predictor.rows.walk_features import WALK_FEATURES, describe_walk
 from precision_time.predictor.setup.hardware import find_hardware, supported_precisions
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism, parse_parallelism
@@ -54,6 +56,7 @@ implementations = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     model=st.sampled_from(MODELS),
     gpu=st.sampled_from(["A100-SXM4-80GB", "P100-PCIe-16GB", "GB200-186GB", "cpu"]),
@@ -101,6 +104,12 @@ def test_one_rank_has_all_but_what_it_lacks() -> None:
     eight = row(world_size=8)
     assert all(math.isfinite(eight[name]) for name in between_ranks - {"log_network_bytes_per_s"})
     assert math.isfinite(row(world_size=16, nodes=2)["log_network_bytes_per_s"])
+
+
+@pytest.mark.bundle
+def test_the_shipped_trees_read_these_columns_in_this_order() -> None:
+    shipped = load_bundled().manifest.feature_names
+    assert (shipped["total"], shipped["compute"]) == (list(SETUP_FEATURES), list(SETUP_FEATURES))
 
 
 def test_the_groups_divide_the_columns_among_them() -> None:
