@@ -112,7 +112,7 @@ def _check_options(chosen: str, given: Mapping[str, bool]) -> None:
 def _evaluate_rows(
     path: str, *, artifact: str | None, by: Sequence[str], clean: bool, plots: str | None, as_json: bool
 ) -> None:
-    from precision_time.predictor.scoring.evaluation import predict_table
+    from precision_time.predictor.scoring.evaluate_tables import predict_table
 
     published = _find_published(artifact)
     table = predict_table(path, published=published, by=by, clean=clean)
@@ -168,7 +168,7 @@ def _find_published(artifact: str | None) -> "PublishedPredictor | None":
 
 
 def _evaluate_curves(path: str, *, by: Sequence[str], as_json: bool) -> None:
-    from precision_time.predictor.scoring.evaluation import evaluate_curves
+    from precision_time.predictor.scoring.evaluate_tables import evaluate_curves
 
     result = evaluate_curves(path, by=by)
     if as_json:

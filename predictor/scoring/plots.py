@@ -15,7 +15,7 @@ from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.learning.splits import SPLITS
 from precision_time.predictor.rows.observations import Observation
 from precision_time.predictor.scoring.cross_validation import SPEED_UP, CrossValidation
-from precision_time.predictor.scoring.evaluation import PredictedTable
+from precision_time.predictor.scoring.evaluate_tables import PredictedTable
 from precision_time.predictor.scoring.scoreboard import title_split
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.errors import InputError, PrecisionTimeError

@@ -15,7 +15,7 @@ from precision_time.predictor import evaluate_commands
 from precision_time.predictor.answering import artifact
 from precision_time.predictor.rows.public_table import PublicTable, load_public_table
 from precision_time.predictor.scoring import cross_validation as accuracy
-from precision_time.predictor.scoring import evaluation
+from precision_time.predictor.scoring import evaluate_tables
 from precision_time.predictor.scoring.cross_validation import METHODS, CrossValidation
 from precision_time.storage.errors import NotFoundError
 
@@ -118,7 +118,7 @@ def test_the_artifact_that_is_named_answers_else_the_one_that_predict_would_ask(
     table: Callable[..., str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    predict_table = evaluation.predict_table
+    predict_table = evaluate_tables.predict_table
 
     def remember(path: str, *, published: Any, by: Any, clean: bool) -> Any:
         asked.append(published)
@@ -127,7 +127,7 @@ def test_the_artifact_that_is_named_answers_else_the_one_that_predict_would_ask(
     def make(name: str) -> SimpleNamespace:
         return SimpleNamespace(manifest=SimpleNamespace(artifact_id=name))
 
-    monkeypatch.setattr(evaluation, "predict_table", remember)
+    monkeypatch.setattr(evaluate_tables, "predict_table", remember)
     monkeypatch.setattr(artifact, "load_artifact", make)
     monkeypatch.setattr(
         artifact, "standing_artifact", lambda: artifact.StandingArtifact(make("standing@1"), "it stands")

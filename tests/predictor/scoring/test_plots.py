@@ -15,7 +15,7 @@ from precision_time.predictor.learning.splits import SPLITS
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.predictor.scoring import plots
 from precision_time.predictor.scoring.cross_validation import SPEED_UP, CrossValidation
-from precision_time.predictor.scoring.evaluation import predict_table
+from precision_time.predictor.scoring.evaluate_tables import predict_table
 from precision_time.predictor.scoring.plots import (
     PredictedRows,
     check_plots,

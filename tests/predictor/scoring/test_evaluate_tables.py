@@ -22,8 +22,8 @@ from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.observations import observe_table
 from precision_time.predictor.rows.public_table import load_public_table, shipped_collectives, shipped_measurements
-from precision_time.predictor.scoring import evaluation
-from precision_time.predictor.scoring.evaluation import evaluate_curves, evaluate_measurements, predict_table
+from precision_time.predictor.scoring import evaluate_tables
+from precision_time.predictor.scoring.evaluate_tables import evaluate_curves, predict_table
 from precision_time.storage.errors import InputError, IntegrityError
 from precision_time.storage.tables import write_table
 
@@ -45,7 +45,7 @@ def write(tmp_path: Path, *rows: dict[str, str], drop: tuple[str, ...] = ()) -> 
 
 
 def evaluate(path: str, *by: str, clean: bool = False) -> dict[str, Any]:
-    result = evaluate_measurements(path, published=None, by=by, clean=clean)
+    result = predict_table(path, published=None, by=by, clean=clean).summarise(by=by)
     check_sums(result)
     return result
 
@@ -207,7 +207,7 @@ def test_what_the_artifact_says_is_what_is_scored(tmp_path: Path, monkeypatch: p
             blends=(Blend(1.0, 1.0), CLOSED_FORM_ONLY, Blend(1.0, 1.0)),
         )  # fmt: skip
 
-    monkeypatch.setattr(evaluation, "answer_queries", answer)
+    monkeypatch.setattr(evaluate_tables, "answer_queries", answer)
     path = write(
         tmp_path,
         *({"seconds_per_iteration": text, "notes": name} for text, name in (("1", "a"), ("1", "b"), ("3.5", ""))),
@@ -236,8 +236,8 @@ def test_one_row_that_overflows_costs_no_other_its_answer(tmp_path: Path, monkey
             raise ZeroDivisionError
         return observe_table(frame)
 
-    monkeypatch.setattr(evaluation, "answer_queries", answer)
-    monkeypatch.setattr(evaluation, "observe_table", observe)
+    monkeypatch.setattr(evaluate_tables, "answer_queries", answer)
+    monkeypatch.setattr(evaluate_tables, "observe_table", observe)
     sizes = ["9", "1", "2", "7", "3", "9", "4", "5"]
     result = evaluate(write(tmp_path, *({"batch_size_per_gpu": size} for size in sizes)), "batch_size_per_gpu")
     assert result["refused"] == {"no finite answer": 3}
@@ -252,7 +252,7 @@ def test_a_damaged_artifact_is_not_taken_for_an_odd_row(tmp_path: Path, monkeypa
     def answer(queries: Sequence[Query], *, published: object) -> Answers:
         raise IntegrityError("the trees do not fit")
 
-    monkeypatch.setattr(evaluation, "answer_queries", answer)
+    monkeypatch.setattr(evaluate_tables, "answer_queries", answer)
     with pytest.raises(IntegrityError):
         evaluate(write(tmp_path, {}))
 
