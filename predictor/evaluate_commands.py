@@ -126,10 +126,10 @@ def _evaluate_rows(
     if not result["predicted"]:
         _say("no row was predicted, so there is nothing to draw")
         return
-    from precision_time.predictor.scoring.plots import plot_table
+    from precision_time.predictor.scoring.plots import draw_table, write_plots
 
     domain = None if published is None else published.predictor.domain
-    _say_drawn(plot_table(table, folder=plots, title=Path(path).name, domain=domain))
+    _say_drawn(write_plots(draw_table(table, title=Path(path).name, domain=domain), plots))
 
 
 def _say_drawn(paths: Iterable[str]) -> None:
@@ -193,6 +193,7 @@ def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> N
         curve_table,
         format_curves,
         measure_calibration,
+        plot_calibration,
     )
     from precision_time.predictor.scoring.cross_validation import cross_validate_all, cross_validation_table
     from precision_time.predictor.scoring.scoreboard import format_cross_validation, worst_groups
@@ -214,7 +215,6 @@ def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> N
         if worst is not None:
             _show_worst(groups, split=split)
     if plots is not None:
-        from precision_time.predictor.scoring.calibration_curve import plot_calibration
         from precision_time.predictor.scoring.plots import draw_cross_validation, write_plots
 
         pictures = draw_cross_validation(results, observations)

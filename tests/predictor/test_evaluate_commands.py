@@ -312,7 +312,7 @@ def test_plots_of_an_artifacts_answers_measure_from_what_it_was_trained_on(
 
     publish_made_up(f"{tmp_path}/registry", measure(models=("resnet50",)))
     drawn: list[plots.PredictedRows] = []
-    monkeypatch.setattr(plots, "plot_distance", lambda rows, form: drawn.append(rows) or b"")
+    monkeypatch.setattr(plots, "plot_distance", lambda rows: drawn.append(rows) or b"")
     arguments = ["--artifact", f"{tmp_path}/registry/default", "--plots", f"{tmp_path}/plots"]
     assert run(["evaluate", "--measurements", table(ROW), *arguments]) == 0
     batches, worlds = drawn[0].steps.values()

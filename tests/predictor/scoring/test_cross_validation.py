@@ -19,7 +19,6 @@ from precision_time.predictor.scoring.cross_validation import (
     measure_speed_up,
     score_holdout,
 )
-from precision_time.predictor.scoring.metrics import score
 from precision_time.storage.errors import InputError
 
 
@@ -50,25 +49,6 @@ def invent(
         covered=None,
         level=0.9,
     )
-
-
-def test_metrics_of_a_hand_worked_example() -> None:
-    metrics = score([1.1, 0.8, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0], covered=[True, False, False, True])
-    assert metrics["n"] == 4
-    assert metrics["mape"] == pytest.approx((0.1 + 0.2 + 1.0) / 4)
-    assert metrics["median_ape"] == pytest.approx(0.15)
-    assert metrics["within_10"] == pytest.approx(0.25, abs=0.26)
-    assert metrics["within_25"] == 0.75
-    assert metrics["bias"] == pytest.approx((1.1 * 0.8 * 2.0) ** 0.25 - 1)
-    assert metrics["rmse_s"] == pytest.approx(np.sqrt((0.01 + 0.04 + 1.0) / 4))
-    assert metrics["coverage"] == 0.5
-
-
-def test_nothing_to_score_is_an_error() -> None:
-    with pytest.raises(InputError, match="nothing to score"):
-        score([], [])
-    with pytest.raises(InputError, match="nothing to score"):
-        score([1.0], [1.0, 2.0])
 
 
 def test_the_predictor_beats_both_baselines_where_precision_matters(measure) -> None:

@@ -1,11 +1,9 @@
 """Plots: what they show of which rows, the same bytes for the same data, and all pictures in the folder or none."""
 
 import builtins
-import io
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -20,9 +18,9 @@ from precision_time.predictor.scoring.plots import (
     PredictedRows,
     check_plots,
     draw_cross_validation,
+    draw_table,
     plot_distance,
     plot_predicted,
-    plot_table,
     write_plots,
 )
 from precision_time.storage.errors import InputError, StorageFullError
@@ -75,9 +73,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     figures: list[Any] = []
     render = plots.render_figure
 
-    def remember(figure: Any, form: Any) -> bytes:
+    def remember(figure: Any) -> bytes:
         figures.append(figure)
-        return render(figure, form)
+        return render(figure)
 
     monkeypatch.setattr(plots, "render_figure", remember)
     return figures
@@ -154,23 +152,18 @@ def test_every_split_has_both_pictures_and_speed_ups_have_one(seen: list[Observa
     assert drawn[0].axes[0].get_xlabel() == "measured (s a step)"
 
 
-@pytest.mark.parametrize("form", ["png", "svg"])
 def test_the_same_data_gives_the_same_bytes_whatever_the_users_settings_are(
-    form: Any, seen: list[Observation], monkeypatch: pytest.MonkeyPatch
+    seen: list[Observation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = {"configuration": cross_validation(seen)}
-    first = draw_cross_validation(results, seen, form=form)
+    first = draw_cross_validation(results, seen)
     for setting, value in {"font.size": 20, "axes.facecolor": "black", "savefig.dpi": 30}.items():
         monkeypatch.setitem(matplotlib.rcParams, setting, value)
-    assert draw_cross_validation(results, seen, form=form) == first
+    assert draw_cross_validation(results, seen) == first
     assert matplotlib.rcParams["font.size"] == 20
     for data in first.values():
-        if form == "png":
-            assert data.startswith(PNG)
-            assert b"Software" not in data
-        else:
-            assert ElementTree.parse(io.BytesIO(data)).getroot().tag.endswith("svg")
-            assert b"<dc:date>" not in data
+        assert data.startswith(PNG)
+        assert b"Software" not in data
 
 
 def test_pyplot_and_its_backends_are_left_alone(seen: list[Observation]) -> None:
@@ -216,11 +209,6 @@ def test_rows_that_do_not_match_or_have_no_time_are_refused(changes: dict[str, A
         some_rows(**changes)
 
 
-def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(InputError, match="png or svg"):
-        plot_predicted(some_rows(), form="gif")  # type: ignore[arg-type]
-
-
 def test_the_pictures_of_a_table_measure_from_the_domain_that_answered(tmp_path: Path, measure: Any) -> None:
     file = tmp_path / "rows.csv"
     file.write_text(
@@ -236,7 +224,7 @@ def test_the_pictures_of_a_table_measure_from_the_domain_that_answered(tmp_path:
     assert batches.tolist() == [0.0, 2.0, np.inf]  # 8 to 64 were measured, so 256 is two doublings away
     assert worlds.tolist() == [0.0, 2.0, 0.0]  # from 2 GPUs to 8
     assert PredictedRows.of_table(table, title="rows").steps == {}
-    paths = plot_table(table, folder=str(tmp_path / "out"), title="rows")
+    paths = write_plots(draw_table(table, title="rows"), str(tmp_path / "out"))
     assert [Path(path).name for path in paths] == ["distance.png", "predicted.png"]
     assert all(Path(path).read_bytes().startswith(PNG) for path in paths)
 

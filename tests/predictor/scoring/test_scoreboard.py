@@ -6,7 +6,6 @@ import pytest
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.predictor.scoring.cross_validation import METHODS, CrossValidation, cross_validate_all
 from precision_time.predictor.scoring.scoreboard import format_cross_validation, worst_groups
-from precision_time.storage.errors import InputError
 
 
 def result_of(rows: list[Observation], factors: list[float], *, split: str = "row") -> CrossValidation:
@@ -64,7 +63,7 @@ def test_every_line_of_a_real_run_is_as_long_as_the_others(rows) -> None:
 def test_the_worst_groups_come_first_with_their_bias(rows) -> None:
     factor = {"mlp": 1.1, "vit_tiny": 0.5, "bert_mini": 1.3}
     result = result_of(rows, [factor[seen.measurement.model] for seen in rows])
-    groups = worst_groups(result, rows, by=("network", "gpu"))
+    groups = worst_groups(result, rows)
     assert [group["network"] for group in groups] == ["vit_tiny", "bert_mini", "mlp"]
     worst = groups[0]
     assert worst["gpu"] == "A100-SXM4-80GB"
@@ -73,21 +72,16 @@ def test_the_worst_groups_come_first_with_their_bias(rows) -> None:
     assert worst["bias"] == pytest.approx(-0.5)
     assert worst["closed_form_bias"] == pytest.approx(-0.5)
     assert worst["error_share"] == pytest.approx(0.5 / (0.5 + 0.3 + 0.1))
-    assert [group["network"] for group in worst_groups(result, rows, by=("network",), count=1)] == ["vit_tiny"]
+    assert [group["network"] for group in worst_groups(result, rows, count=1)] == ["vit_tiny"]
 
 
-def test_groups_of_few_rows_are_not_listed(rows) -> None:
-    result = result_of(rows, [1.5] * len(rows))
-    assert len(worst_groups(result, rows, by=("network",), fewest=6)) == 3
-    assert worst_groups(result, rows, by=("network",), fewest=7) == []
+def test_groups_of_fewer_than_five_rows_are_not_listed(rows) -> None:
+    few = rows[: 6 + 4]  # all rows of one network and four of another
+    groups = worst_groups(result_of(few, [1.5] * len(few)), few)
+    assert [(group["network"], group["n"]) for group in groups] == [(rows[0].network, 6)]
 
 
 def test_groups_of_a_split_that_predicts_some_rows_are_of_those_rows(rows) -> None:
     result = result_of(rows, [1.1] * len(rows))
     half = result.restrict(np.array([seen.measurement.model == "mlp" for seen in rows]), split="row without MLPerf")
-    assert [group["network"] for group in worst_groups(half, rows, by=("network",))] == ["mlp"]
-
-
-def test_an_unknown_grouping_is_refused(rows) -> None:
-    with pytest.raises(InputError, match="unknown grouping"):
-        worst_groups(result_of(rows, [1.0] * len(rows)), rows, by=("weather",))
+    assert [group["network"] for group in worst_groups(half, rows)] == ["mlp"]
