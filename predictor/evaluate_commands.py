@@ -149,7 +149,7 @@ def _show_rows(result: Mapping[str, Any], *, answered_by: str) -> None:
 
 #: Columns in per cent: heading and score.
 _HEADINGS = {
-    "MAPE %": "mape", "95 % of it": "mape_ci", "median": "median_ape", "p90": "p90_ape", "in 10 %": "within_10",
+    "MAPE %": "mape", "95 % interval": "mape_ci", "median": "median_ape", "p90": "p90_ape", "in 10 %": "within_10",
     "in 25 %": "within_25", "bias": "bias", "covered": "coverage_90",
 }  # fmt: skip
 

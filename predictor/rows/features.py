@@ -252,7 +252,7 @@ CLOSED_FORM_FEATURES = (*_CLOSED_COLUMNS, *_WALKED_ROOFLINE, "bucket_count")
 #: Columns by what they describe, for explanations.
 FEATURE_GROUPS: dict[str, frozenset[str]] = {
     "closed form": frozenset(CLOSED_FORM_FEATURES),
-    # what autocast does to a network depends on the policy too: a walk in fp32 casts nothing
+    # casts depend on the policy as well: a walk in fp32 has none
     "precision": frozenset({*_PRECISION_COLUMNS, "log_peak_over_fp32", "bytes_cast", "bytes_over_fp32"}),
     "hardware": frozenset(_HARDWARE_COLUMNS) - {"log_peak_over_fp32"},
     "implementation": frozenset(_CODE_COLUMNS),
@@ -277,8 +277,8 @@ def describe_walk(
 ) -> dict[str, float]:
     """The columns ``WALK_FEATURES`` of one micro-step of ``samples`` samples; all NaN for a network never walked.
 
-    ``log_operation_roofline_s`` is the log of the seconds that the roofline takes when it is summed over operations
-    (weights' traffic with it), ``log_operations_over_whole`` the log of that over the roofline of the whole.
+    ``log_operation_roofline_s`` is the log of the seconds of the roofline summed over operations, with the traffic of
+    the weights; ``log_operations_over_whole`` is the log of its ratio to the roofline of the network as a whole.
     """
     if walks is None:
         return dict.fromkeys(WALK_FEATURES, math.nan)
@@ -286,7 +286,7 @@ def describe_walk(
     sample_bytes, weight_bytes, sample_flops, operations, columns = _describe_network(walk)
     peak = _EFFICIENCY * hardware.peak_flops_per_s.get(precision.compute, hardware.peak_flops_per_s["fp32"])
     bandwidth = hardware.memory_bytes_per_s
-    # bytes shrink by a factor, so an operation is bound by compute from so much fewer FLOPs per byte of the walk on
+    # a narrower format moves fewer bytes, so compute bounds an operation from fewer FLOPs per byte of the walk on
     ridge = narrowed * peak / bandwidth
     waited = samples * narrowed * sum(walk.roof_at(ridge, phase=phase) for phase in PHASES)
     moved, fixed, flops = samples * narrowed * sample_bytes, narrowed * weight_bytes, samples * sample_flops
@@ -324,7 +324,7 @@ def _describe_setup(setup: TrainingSetup, closed: ClosedForm) -> dict[str, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """A setup with its closed form and feature row: what a predictor is asked."""
+    """A question to a predictor: a setup with its closed form and feature row."""
 
     setup: TrainingSetup
     closed: ClosedForm

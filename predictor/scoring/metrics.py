@@ -7,7 +7,7 @@ from precision_time.storage.errors import InputError
 
 __all__ = ["Metrics", "bootstrap_mape", "score"]
 
-#: Metric -> value; fractions, not percentages. None where a metric cannot be had.
+#: Values by metric; fractions, not percentages. None where there is no such metric.
 Metrics = dict[str, float | None]
 
 _BOOTSTRAP_SAMPLES = 500
