@@ -1,4 +1,4 @@
-"""Error metrics by hand, and a bootstrap interval that narrows with the rows."""
+"""Error metrics worked by hand, and a bootstrap interval that narrows with more rows."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_metrics_by_hand() -> None:
     assert metrics["coverage"] is None
 
 
-def test_the_error_that_counts_as_within_includes_its_bound() -> None:
+def test_an_error_at_the_bound_counts_as_within_it() -> None:
     assert score([1.25, 0.75, 1.26], [1.0, 1.0, 1.0])["within_25"] == pytest.approx(2 / 3)
     assert score([0.90625, 0.875], [1.0, 1.0])["within_10"] == 0.5
 
