@@ -1,6 +1,7 @@
 """Plots: the rows and groups that they show, equal bytes for equal data, and all files in the folder or none."""
 
 import builtins
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,7 @@ def test_the_same_data_gives_the_same_bytes_whatever_the_users_settings_are(
         assert b"Software" not in data
 
 
-def test_pyplot_and_its_backends_are_left_alone(observations: list[Observation]) -> None:
-    import subprocess
-
+def test_pyplot_and_its_backends_are_left_alone() -> None:
     code = (
         "import sys, numpy as np\n"
         "from precision_time.predictor.scoring.plots import PredictedRows, plot_predicted\n"
