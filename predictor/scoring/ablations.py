@@ -1,4 +1,4 @@
-"""Ablations: predictors that leave out one part of the method, to measure what that part contributes."""
+"""Ablations: predictors that leave out one part of the method, to measure what that part gives."""
 
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.rows.features import CLOSED_FORM_FEATURES, SETUP_FEATURES
