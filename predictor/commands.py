@@ -14,9 +14,9 @@ __all__ = ["predict"]
 def _name_model(
     model: str | None, *, params: str | None, forward_flops: str | None, activations: str | None
 ) -> str | dict[str, str]:
-    """The model's name, or the card that the options make, of which the model may be the name."""
-    told = {"params": params, "forward_flops": forward_flops, "activations": activations}
-    card = {key: value for key, value in told.items() if value is not None}
+    """The name of the model, or a card of the given sizes with that name, if any."""
+    sizes = {"params": params, "forward_flops": forward_flops, "activations": activations}
+    card = {key: value for key, value in sizes.items() if value is not None}
     if not card:
         if model is None:
             raise InputError(
@@ -29,7 +29,7 @@ def _name_model(
 
 
 def predict(
-    batch_size: Annotated[int, typer.Option(help="Samples one GPU takes in one micro-step.")],
+    batch_size: Annotated[int, typer.Option(help="Samples that one GPU takes in one micro-step.")],
     precision: Annotated[str, typer.Option(help="Precision in any common spelling, e.g. fp32, tf32, bf16-mixed.")],
     model: Annotated[
         str | None,
@@ -45,53 +45,57 @@ def predict(
         str | None, typer.Option(help="Elements that its products write in the forward pass of one sample, e.g. 11M.")
     ] = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs over all nodes.")] = 1,
-    gpu: Annotated[str | None, typer.Option(help="The device, e.g. A100-SXM4-80GB or cpu.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Device, e.g. A100-SXM4-80GB or cpu; by default the usual one of the artifact.")
+    ] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes; by default as few as hold the GPUs.")] = None,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="Micro-steps in one optimizer step.")] = 1,
     strategy: Annotated[
-        str, typer.Option(help="ddp, fsdp, zero1 to zero3, or degrees such as tp4-pp8; the rest are replicas.")
+        str, typer.Option(help="ddp, fsdp, zero1 to zero3, or degrees such as tp4-pp8 with replicas on the other GPUs.")
     ] = "ddp",
-    task_input: Annotated[str, typer.Option(help="Another resolution or sequence length than the usual one.")] = "",
+    task_input: Annotated[str, typer.Option(help="Resolution or sequence length, if not the usual one.")] = "",
     sample_input: Annotated[
         str | None,
-        typer.Option(help="One sample of the input of your own module: 3x224x224, or tokens:512 for token ids."),
+        typer.Option(help="Input of your own module for one sample: 3x224x224, or tokens:512 for token ids."),
     ] = None,
-    activation_checkpointing: Annotated[str | None, typer.Option(help="none, selective or full.")] = None,
+    activation_checkpointing: Annotated[
+        str | None, typer.Option(help="none, selective or full; by default unknown.")
+    ] = None,
     compiled: Annotated[
-        bool | None, typer.Option("--compiled/--eager", help="Whether the step is compiled; unsaid: not known.")
+        bool | None, typer.Option("--compiled/--eager", help="Whether the step is compiled; by default unknown.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the job.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Epochs of the job; needs --dataset-size.")] = None,
     dataset_size: Annotated[int | None, typer.Option(help="Samples in the data set.")] = None,
     network_bandwidth: Annotated[
-        str | None, typer.Option(help="Network of one node, one direction, with its unit: '25 Gbit/s'.")
+        str | None, typer.Option(help="Network of one node in one direction, with its unit: '25 Gbit/s'.")
     ] = None,
     hardware_file: Annotated[
-        Path | None, typer.Option(help="TOML file of devices that are not shipped, in the form of gpus.toml.")
+        Path | None, typer.Option(help="TOML file of devices that are not shipped, in the format of gpus.toml.")
     ] = None,
     artifact: Annotated[
         str | None, typer.Option(help="Published predictor: URL/name, URL/name@3, name@champion.")
     ] = None,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="Ask the artifact's registry now; an error where it does not answer.")
+        bool, typer.Option("--refresh", help="Ask the registry of the artifact now; an error if it does not answer.")
     ] = False,
     measured: Annotated[
         Path | None,
-        typer.Option(help="Iterations you timed (CSV, Parquet), or a calibration that `probe --save` wrote (JSON)."),
+        typer.Option(help="Iterations that you timed (CSV, Parquet), or a calibration from `probe --save` (JSON)."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse to answer outside the training data (exit 6).")
+        bool, typer.Option("--strict", help="Refuse to answer outside the training data (exit code 6).")
     ] = False,
     allow_fallback: Annotated[
         bool,
         typer.Option("--allow-fallback", help="Answer for the nearest precision where the device lacks this one."),
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show the closed form by part and the learned factors.")
+        bool, typer.Option("--explain", help="Show the parts of the closed form and the learned factors.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; times in seconds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; times are in seconds.")] = False,
 ) -> None:
-    """How long a training job takes, before it starts, and why."""
+    """Predict how long a training job takes, before it starts, and explain why."""
     from precision_time.predictor.api import predict_time
 
     estimate = predict_time(

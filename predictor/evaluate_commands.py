@@ -1,4 +1,4 @@
-"""Command line of the evaluation: ``precision-time evaluate``."""
+"""Command line of scoring: ``precision-time evaluate``."""
 
 import json
 import sys
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
-#: Without a terminal nothing is cut or wrapped.
+#: Width of tables without a terminal, so that nothing is cut or wrapped.
 _FILE_WIDTH = 160
-#: A column of more values is shown by its largest groups; --json has all of them.
+#: Of a column with more values the largest groups are shown; --json has all of them.
 _MOST_GROUPS = 60
 
 
@@ -31,16 +31,14 @@ def evaluate(
         str | None, typer.Option(metavar="FILE", help="CSV or Parquet of collective curves: score the network model.")
     ] = None,
     cv: Annotated[
-        bool, typer.Option("--cv", help="Score the predictor and its baselines on held-out parts of the public table.")
+        bool, typer.Option("--cv", help="Cross-validate the predictor and its baselines on the public table.")
     ] = False,
     artifact: Annotated[
-        str | None, typer.Option(help="Published predictor: URL/name, URL/name@3; what predict would ask if left out.")
+        str | None, typer.Option(help="Published predictor: URL/name or URL/name@3; by default that of predict.")
     ] = None,
     by: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="COL,...", help="Columns to score by: of the file, or parsed ones such as policy, regime."
-        ),
+        typer.Option(metavar="COL,...", help="Columns to score by: of the file, or added ones such as policy, regime."),
     ] = None,
     plots: Annotated[
         str | None,
@@ -49,20 +47,19 @@ def evaluate(
     worst: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="With --cv: list the N groups of rows with the largest MAPE.")
     ] = None,
-    clean: Annotated[bool, typer.Option("--clean", help="Leave out rows that their flags or figures put in doubt.")] = (
-        False
-    ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; fractions and seconds.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Leave out rows with doubtful flags or figures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: fractions and seconds.")] = False,
 ) -> None:
-    """How far predictions are from measured times: on a file of yours, or on held-out public rows.
+    """Score predictions against measured times: those of your file, or held-out rows of the public table.
 
-    Give one of --measurements, --collectives and --cv. Every row is predicted or counted with the reason it is not.
+    Give one of --measurements, --collectives and --cv. Each row is predicted, or counted with the reason why it is not.
     """
-    given = {"--measurements": measurements is not None, "--collectives": collectives is not None, "--cv": cv}
-    chosen = _choose(given)
+    mode = _choose_mode(
+        {"--measurements": measurements is not None, "--collectives": collectives is not None, "--cv": cv}
+    )
     columns = [column.strip() for part in by or [] for column in part.split(",") if column.strip()]
     _check_options(
-        chosen,
+        mode,
         {
             "--artifact": artifact is not None,
             "--by": bool(columns),
@@ -83,16 +80,16 @@ def evaluate(
         _cross_validate(plots=plots, worst=worst, as_json=as_json)
 
 
-def _choose(given: Mapping[str, bool]) -> str:
-    chosen = [option for option, is_given in given.items() if is_given]
-    if len(chosen) != 1:
+def _choose_mode(given: Mapping[str, bool]) -> str:
+    modes = [option for option, is_given in given.items() if is_given]
+    if len(modes) != 1:
         raise InputError(
             "evaluate needs one thing to score",
-            got=" and ".join(chosen) or "none",
+            got=" and ".join(modes) or "none",
             expected=f"exactly one of {', '.join(given)}",
             fix="precision-time evaluate --measurements FILE",
         )
-    return chosen[0]
+    return modes[0]
 
 
 _OPTIONS = {
@@ -102,17 +99,17 @@ _OPTIONS = {
 }
 
 
-def _check_options(chosen: str, given: Mapping[str, bool]) -> None:
+def _check_options(mode: str, given: Mapping[str, bool]) -> None:
     for option, is_given in given.items():
-        if is_given and option not in _OPTIONS[chosen]:
-            allowed = ", ".join((*_OPTIONS[chosen], "--json"))
-            raise InputError(f"{option} does not go with {chosen}", got=option, expected=f"{chosen} with {allowed}")
+        if is_given and option not in _OPTIONS[mode]:
+            allowed = ", ".join((*_OPTIONS[mode], "--json"))
+            raise InputError(f"{option} does not go with {mode}", got=option, expected=f"{mode} with {allowed}")
 
 
 def _evaluate_rows(
     path: str, *, artifact: str | None, by: Sequence[str], clean: bool, plots: str | None, as_json: bool
 ) -> None:
-    from precision_time.predictor.scoring.evaluation import predict_table
+    from precision_time.predictor.scoring.evaluate_tables import predict_table
 
     published = _find_published(artifact)
     table = predict_table(path, published=published, by=by, clean=clean)
@@ -126,10 +123,10 @@ def _evaluate_rows(
     if not result["predicted"]:
         _say("no row was predicted, so there is nothing to draw")
         return
-    from precision_time.predictor.scoring.plots import plot_table
+    from precision_time.predictor.scoring.plots import draw_table, write_plots
 
     domain = None if published is None else published.predictor.domain
-    _say_drawn(plot_table(table, folder=plots, title=Path(path).name, domain=domain))
+    _say_drawn(write_plots(draw_table(table, title=Path(path).name, domain=domain), plots))
 
 
 def _say_drawn(paths: Iterable[str]) -> None:
@@ -142,7 +139,7 @@ def _show_rows(result: Mapping[str, Any], *, answered_by: str) -> None:
     _print_table(
         ["by", "value", "rows", *_HEADINGS, "RMSE s"],
         (
-            [column, value, scores["n"], *(_percent(scores[name]) for name in _HEADINGS.values()), _short(scores)]
+            [column, value, scores["n"], *(_percent(scores[name]) for name in _HEADINGS.values()), _format_rmse(scores)]
             for column, value, scores in groups
         ),
     )
@@ -150,14 +147,14 @@ def _show_rows(result: Mapping[str, Any], *, answered_by: str) -> None:
     _print_refused(result["refused"])
 
 
-#: Headings of the table, in per cent, and their scores.
+#: Columns in per cent: heading and score.
 _HEADINGS = {
-    "MAPE %": "mape", "95 % of it": "mape_ci", "median": "median_ape", "p90": "p90_ape", "in 10 %": "within_10",
+    "MAPE %": "mape", "95 % interval": "mape_ci", "median": "median_ape", "p90": "p90_ape", "in 10 %": "within_10",
     "in 25 %": "within_25", "bias": "bias", "covered": "coverage_90",
 }  # fmt: skip
 
 
-def _short(scores: Mapping[str, Any]) -> str:
+def _format_rmse(scores: Mapping[str, Any]) -> str:
     return "" if scores["rmse_s"] is None else f"{scores['rmse_s']:.3g}"
 
 
@@ -168,7 +165,7 @@ def _find_published(artifact: str | None) -> "PublishedPredictor | None":
 
 
 def _evaluate_curves(path: str, *, by: Sequence[str], as_json: bool) -> None:
-    from precision_time.predictor.scoring.evaluation import evaluate_curves
+    from precision_time.predictor.scoring.evaluate_tables import evaluate_curves
 
     result = evaluate_curves(path, by=by)
     if as_json:
@@ -193,13 +190,14 @@ def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> N
         curve_table,
         format_curves,
         measure_calibration,
+        plot_calibration,
     )
     from precision_time.predictor.scoring.cross_validation import cross_validate_all, cross_validation_table
     from precision_time.predictor.scoring.scoreboard import format_cross_validation, worst_groups
 
     _say("reading the public table")
     observations, refused = observe_table(load_public_table().kept)
-    _say(f"{len(observations)} rows to divide, {len(refused)} of unknown work left out; this takes minutes")
+    _say(f"cross-validating {len(observations)} rows, without {len(refused)} of unknown models; this takes minutes")
     results = cross_validate_all(observations, progress=_say_progress)
     split = _WORST_OF if _WORST_OF in results else next(iter(results))
     groups = [] if worst is None else worst_groups(results[split], observations, count=worst)
@@ -209,12 +207,11 @@ def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> N
         _print_json(table if worst is None else table | {"worst": {"split": split, "groups": groups}})
     else:
         typer.echo(format_cross_validation(results), nl=False)
-        typer.echo("\nafter measured rows, on the same scored rows (MAPE / median error, %)")
+        typer.echo("\nbefore and after some measured rows, on the same rows (MAPE / median error, %)")
         typer.echo(format_curves(curves), nl=False)
         if worst is not None:
             _show_worst(groups, split=split)
     if plots is not None:
-        from precision_time.predictor.scoring.calibration_curve import plot_calibration
         from precision_time.predictor.scoring.plots import draw_cross_validation, write_plots
 
         pictures = draw_cross_validation(results, observations)
@@ -223,7 +220,7 @@ def _cross_validate(*, plots: str | None, worst: int | None, as_json: bool) -> N
         _say_drawn(write_plots(pictures, plots))
 
 
-#: The split whose worst groups are listed: each group is left out as a whole.
+#: The split whose worst groups are listed, because it leaves out each group as a whole.
 _WORST_OF = "source-model-gpu"
 
 
@@ -252,7 +249,7 @@ def _say_progress(done: int, total: int) -> None:
 
 
 def _list_groups(by: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
-    """(column, value, scores) of the groups to show: of a long column the largest."""
+    """Column, value and scores of the groups to show; of a long column only the largest groups."""
     shown = []
     for column, groups in by.items():
         largest = set(sorted(groups, key=lambda value: -groups[value]["n"])[:_MOST_GROUPS])
@@ -267,7 +264,7 @@ def _say(text: str) -> None:
 
 
 def _percent(share: float | Sequence[float] | None) -> str:
-    """A fraction, or the two ends of an interval of fractions, in per cent."""
+    """A fraction, or both ends of an interval of fractions, in per cent."""
     if share is None:
         return ""
     return f"{100 * share:.1f}" if isinstance(share, float) else "-".join(map(_percent, share))

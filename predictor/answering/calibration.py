@@ -255,7 +255,7 @@ class GivenRows:
             self.measurements,
             workloads=(*(published.workloads if published is not None else ()), *workloads),
             hardware=(*(published.hardware if published is not None else ()), *hardware),
-            asked=asked,
+            default=asked,
         )
         return _hold_against(rows, published)
 

@@ -1,9 +1,9 @@
-"""Measured rows as a user gives them, from files, tables, mappings or records, to setups and seconds."""
+"""Reads the measured rows of a user, from files, tables, mappings or records, as setups and seconds."""
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from precision_time.storage.schema import Measurement
 
 __all__ = ["FIELDS", "name_row", "read_measured_rows"]
 
-_NEEDED = ("precision", "batch_size")
+_NEEDED = ("gpu", "precision", "batch_size")
 _TIMES = ("iteration_time_s", "samples_per_s")
-#: What a row may say, by the names of ``predict_time``; ``workload`` is a ready ``WorkloadFeatures`` in place of
-#: ``model``, and ``gpu`` a name or a ready ``HardwareSpec``.
+#: The fields of a row, named as in ``predict_time``; ``workload`` is a ``WorkloadFeatures`` in place of ``model``, and
+#: ``gpu`` a name or a ``HardwareSpec``.
 FIELDS = (
-    "model", "workload", "gpu", *_NEEDED, *_TIMES, "gpus", "nodes", "strategy", "gradient_accumulation_steps",
+    "model", "workload", *_NEEDED, *_TIMES, "gpus", "nodes", "strategy", "gradient_accumulation_steps",
     "task_input", "framework", "compiled", "activation_checkpointing", "network_bandwidth",
 )  # fmt: skip
 #: Columns of the public table under other names.
@@ -37,7 +37,7 @@ _PUBLIC_COLUMNS = {
     "seconds_per_iteration": "iteration_time_s",
     "samples_per_second": "samples_per_s",
 }
-#: A time and a throughput that differ by more are not of one measurement.
+#: A time and a throughput that differ by a larger share are not of the same measurement.
 _SAME_RATE = 0.1
 _UNITS = "the seconds of one optimizer step"
 
@@ -47,23 +47,23 @@ def read_measured_rows(
     *,
     workloads: Sequence[WorkloadFeatures] = (),
     hardware: Sequence[HardwareSpec] = (),
-    asked: WorkloadFeatures | None = None,
+    default: WorkloadFeatures | None = None,
 ) -> list[tuple[TrainingSetup, float]]:
     """Setups and measured seconds of an iteration, in the order of the rows.
 
-    ``measurements`` is a path to a CSV or Parquet file or a pandas DataFrame (columns by the names in ``FIELDS`` or
-    those of the public table; further ones are ignored), or a sequence of mappings (names in ``FIELDS``) or
-    ``Measurement`` records. ``workloads`` and ``hardware`` are found before what is shipped; a row that names no
-    model is of ``asked``.
+    ``measurements`` is the path of a CSV or Parquet file or a pandas DataFrame (columns named as in ``FIELDS`` or in
+    the public table; other columns are ignored), or a sequence of mappings (names in ``FIELDS``) or ``Measurement``
+    records. ``workloads`` and ``hardware`` take precedence over the shipped ones. ``default`` is the workload of rows
+    that name no model.
 
-    Raises ``InputError`` for no row, a wrong type, or a value that cannot be used, and ``UnknownNameError`` for a name
-    that is not known, both naming the row (the first is 1); for a file also what ``read_table`` raises.
+    Raises ``InputError`` without rows, for a wrong type, or for a value that cannot be used, and ``UnknownNameError``
+    for an unknown name; both name the row (the first is 1). Raises for a file as ``read_table``.
     """
     rows: list[tuple[TrainingSetup, float]] = []
     for number, row in enumerate(_list_rows(measurements), start=1):
         try:
-            if asked is not None and _is_blank(row.get("model")) and _is_blank(row.get("workload")):
-                row = {**row, "workload": asked}
+            if default is not None and _is_blank(row.get("model")) and _is_blank(row.get("workload")):
+                row = {**row, "workload": default}
             rows.append(_read_row(row, workloads=workloads, hardware=hardware))
         except PrecisionTimeError as error:
             name_row(error, number)
@@ -74,7 +74,7 @@ def read_measured_rows(
 
 
 def name_row(error: PrecisionTimeError, number: int) -> None:
-    """Say in ``error`` which measured row it is about."""
+    """Add the number of the measured row to the message of ``error``."""
     error.what = f"measured row {number}: {error.what}"
     error.args = (error.message,)
 
@@ -97,23 +97,29 @@ def _list_rows(measurements: object) -> Iterable[Mapping[str, Any]]:
 
 
 def _table_rows(frame: Any) -> list[dict[str, Any]]:
-    # Our names win where a table has both.
-    own = {str(name): str(name) for name in frame.columns if name in FIELDS}
-    public = {old: new for old, new in _PUBLIC_COLUMNS.items() if old in frame.columns and new not in own}
-    chosen = own | public
-    missing = [name for name in ("gpu", *_NEEDED) if name not in chosen.values()]
-    if not {"model", "workload"} & set(chosen.values()):
-        missing.insert(0, "model")
-    if not set(_TIMES) & set(chosen.values()):
-        missing.append(" or ".join(_TIMES))
+    # Our names take precedence where a table has both.
+    ours = {str(name): str(name) for name in frame.columns if name in FIELDS}
+    public = {old: new for old, new in _PUBLIC_COLUMNS.items() if old in frame.columns and new not in ours}
+    fields = ours | public
+    missing = _list_missing(fields.values())
     if missing:
         raise InputError(
             "the measured table lacks columns",
             got=", ".join(map(str, frame.columns))[:300],
             expected=", ".join(missing),
-            fix=f"name the columns {', '.join(FIELDS)}, or as the public table does",
+            fix=f"name the columns {', '.join(FIELDS)}, or as in the public table",
         )
-    return [{chosen[str(name)]: row[name] for name in row if str(name) in chosen} for row in frame.to_dict("records")]
+    return [{fields[str(name)]: row[name] for name in row if str(name) in fields} for row in frame.to_dict("records")]
+
+
+def _list_missing(names: Collection[str]) -> list[str]:
+    """The fields that a row needs beside those with these ``names``."""
+    missing = [name for name in _NEEDED if name not in names]
+    if "model" not in names and "workload" not in names:
+        missing.insert(0, "model")
+    if not any(name in names for name in _TIMES):
+        missing.append(" or ".join(_TIMES))
+    return missing
 
 
 def _plain_row(row: object, number: int) -> dict[str, Any]:
@@ -136,7 +142,9 @@ def _plain_row(row: object, number: int) -> dict[str, Any]:
                          expected="a mapping or a Measurement")  # fmt: skip
     for name in row:
         if name not in FIELDS:
-            error = UnknownNameError("field", str(name), FIELDS, fix="times are in seconds, rates in samples a second")
+            error = UnknownNameError(
+                "field", str(name), FIELDS, fix="times are in seconds, rates in samples per second"
+            )
             name_row(error, number)
             raise error
     return {str(name): value for name, value in row.items()}
@@ -155,8 +163,8 @@ def _count(name: str, value: object) -> int:
 def _positive(name: str, value: object) -> float:
     number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and number > 0):
-        what = _UNITS if name == "iteration_time_s" else "samples a second of the whole job"
-        raise InputError(f"{name} is not usable", got=repr(value), expected=f"a positive finite number: {what}")
+        unit = _UNITS if name == "iteration_time_s" else "samples per second of the whole job"
+        raise InputError(f"{name} is not usable", got=repr(value), expected=f"a positive finite number: {unit}")
     return number
 
 
@@ -167,13 +175,9 @@ def _read_row(
     blank = [name for name in _TIMES if name in row and row[name] is not None]
     if blank and not any(name in values for name in _TIMES):
         _positive(blank[0], row[blank[0]])
-    lacking = [name for name in ("gpu", *_NEEDED) if name not in values]
-    if "model" not in values and "workload" not in values:
-        lacking.insert(0, "model")
-    if not any(name in values for name in _TIMES):
-        lacking.append(" or ".join(_TIMES))
-    if lacking:
-        raise InputError("values are missing", got=", ".join(values) or "an empty row", expected=", ".join(lacking))
+    missing = _list_missing(values)
+    if missing:
+        raise InputError("values are missing", got=", ".join(values) or "an empty row", expected=", ".join(missing))
     setup = _describe(values, workloads=workloads, hardware=hardware)
     return setup, _read_time(values, setup)
 
@@ -212,7 +216,7 @@ def _find_work(values: Mapping[str, Any], workloads: Sequence[WorkloadFeatures])
     if "workload" in values:
         if not isinstance(values["workload"], WorkloadFeatures):
             raise InputError("workload of a wrong type", got=type(values["workload"]).__name__,
-                             expected="WorkloadFeatures", fix="write a name as model")  # fmt: skip
+                             expected="WorkloadFeatures", fix="give a name as model")  # fmt: skip
         return values["workload"]
     return find_workload(values["model"], task_input=str(values.get("task_input", "")), measured=workloads)
 
@@ -231,15 +235,15 @@ def _read_implementation(values: Mapping[str, Any]) -> Implementation:
 def _read_time(values: Mapping[str, Any], setup: TrainingSetup) -> float:
     times = {name: _positive(name, values[name]) for name in _TIMES if name in values}
     samples = setup.batch_size * setup.layout.data * setup.gradient_accumulation_steps
-    by_rate = samples / times["samples_per_s"] if "samples_per_s" in times else None
+    if "samples_per_s" not in times:
+        return times["iteration_time_s"]
+    by_rate = samples / times["samples_per_s"]
     seconds = times.get("iteration_time_s", by_rate)
-    if seconds is None:
-        raise InputError("no time", got=", ".join(values), expected=" or ".join(_TIMES))
-    if by_rate is not None and abs(by_rate / seconds - 1) > _SAME_RATE:
+    if abs(by_rate / seconds - 1) > _SAME_RATE:
         raise InputError(
-            "the time and the rate are not of one measurement, or of mixed units",
+            "the time and the rate do not agree: mixed units, or two measurements",
             got=f"iteration_time_s {seconds:g} and samples_per_s {times['samples_per_s']:g}",
-            expected=f"{samples} samples of an iteration in {seconds:g} s: {samples / seconds:g} samples a second",
+            expected=f"{samples} samples of an iteration in {seconds:g} s: {samples / seconds:g} samples per second",
             fix=f"iteration_time_s is {_UNITS}; samples_per_s counts the samples of all GPUs; give one of them",
         )
     return seconds

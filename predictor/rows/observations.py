@@ -1,4 +1,4 @@
-"""Observation: a measurement joined with its setup, closed form and feature row; what fitting and scoring read."""
+"""Observation: a measurement with its setup, closed form and feature row, for fitting and scoring."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ __all__ = ["Observation", "observe", "observe_table", "weigh_rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A measurement beside the query it answers; ``index`` is the row of the table it came from (-1: none)."""
+    """A measurement and the query that it answers; ``index`` is its row in the table that it came from (-1: none)."""
 
     measurement: Measurement
     query: Query
@@ -40,43 +40,43 @@ class Observation:
 
     @property
     def setup(self) -> TrainingSetup:
-        """What was run."""
+        """The setup that was measured."""
         return self.query.setup
 
     @property
     def closed(self) -> ClosedForm:
-        """Its times by the closed forms."""
+        """The times of the setup by the closed forms."""
         return self.query.closed
 
     @property
     def compute_time_s(self) -> float | None:
-        """Measured compute; on one rank the whole iteration is compute."""
+        """Measured seconds of compute; on one rank those of the whole iteration."""
         if self.setup.world_size == 1:
             return self.measurement.iteration_time_s
         return self.measurement.compute_time_s
 
     @property
     def network(self) -> str:
-        """One name for all names of one architecture."""
+        """The one name for all names of an architecture."""
         return self.setup.network
 
     @property
     def chip(self) -> str:
-        """The silicon: sister parts of one chip share it; a CPU is its own."""
+        """The chip, which several products share; a CPU is a chip of its own."""
         return self.setup.chip
 
     @property
     def is_contest(self) -> bool:
-        """Whether the row is of a tuned benchmark submission (MLPerf)."""
+        """Whether the row comes from a tuned benchmark submission (MLPerf)."""
         return self.setup.implementation.tuned
 
 
 def weigh_rows(observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
-    """A weight for each row, one over the root of the number of rows of its network in its source; their mean is 1.
+    """A weight for each row: 1 over the root of the number of rows of its network in its source, scaled to a mean of 1.
 
-    So that no table dominates: 400 repeats of one configuration weigh as much as 20 single ones.
+    So no table dominates: 400 repeats of one configuration weigh as much as 20 single rows.
     """
-    keys = [(seen.measurement.source, seen.network) for seen in observations]
+    keys = [(observation.measurement.source, observation.network) for observation in observations]
     counts = Counter(keys)
     weights = np.array([counts[key] ** -0.5 for key in keys])
     scaled: npt.NDArray[np.float64] = weights / weights.mean()
@@ -91,16 +91,17 @@ def observe(
 ) -> list[Observation]:
     """Join measurements with the cards of their models and the specifications of their hardware.
 
-    Raises ``UnknownNameError`` for a model or GPU that neither the given cards nor the shipped ones describe.
+    ``workloads`` and ``hardware`` take precedence over the shipped ones. Raises ``UnknownNameError`` for a model or GPU
+    in neither.
     """
-    find_own_card = functools.cache(functools.partial(find_workload, measured=tuple(workloads)))
+    find_card_of_model = functools.cache(functools.partial(find_workload, measured=tuple(workloads)))
     find_device = functools.cache(functools.partial(find_hardware, measured=tuple(hardware)))
     return [
         Observation(
             measurement=measured,
             query=Query.of(
                 TrainingSetup(
-                    workload=find_own_card(measured.model),
+                    workload=find_card_of_model(measured.model),
                     hardware=find_device(measured.gpu),
                     precision=_precision_of(measured),
                     world_size=measured.world_size,
@@ -117,13 +118,13 @@ def observe(
 
 
 def _precision_of(measured: Measurement) -> Precision:
-    """Its policy; compressed gradients travel in another format than it says."""
+    """The policy, with the format of compressed gradients where they are compressed."""
     precision = parse_precision(measured.precision)
     return precision if measured.compression == "none" else replace(precision, communicate=measured.compression)
 
 
 def _implementation_of(measured: Measurement) -> Implementation:
-    """The options of the run. One at its default is told as nothing: a question that is silent about it means that."""
+    """The options of the run; a default becomes None, since a question that leaves an option open means the default."""
     return Implementation(
         channels_last=measured.channels_last or None,
         compiled=measured.compiled or None,
@@ -132,39 +133,40 @@ def _implementation_of(measured: Measurement) -> Implementation:
     )
 
 
-#: A card stands for a row's network when their parameters differ by less than this share; else the row's own facts do.
+#: A card describes a row when their parameters differ by less than this share; else the facts of the row do.
 _SAME_PARAMETERS = 0.10
-#: Models whose rows count another part of the network than the card: hifigan's leave out the discriminators.
+#: Models whose rows count only a part of the network on the card: rows of hifigan leave out the discriminators.
 _CARD_FIRST = frozenset({"hifigan"})
 
 
 def describe_row(
     model: str, task_input: str, params: float | None, forward_flops: float | None
 ) -> WorkloadFeatures | None:
-    """The workload of a row of the public table; None where neither the row nor a card says what it weighs.
+    """The workload of a row of the public table; None where neither the row nor a card has parameters and FLOPs.
 
-    The zoo comes first and a card second where they are of the same network as the row (equal parameters within
-    10 %), since their numbers fit each other; then what the row says itself. ``params`` and ``forward_flops`` are None
-    where the row is silent.
+    The zoo describes the row, else a card, where its parameters are those of the row within 10 %, since its numbers fit
+    each other; else the row describes itself. ``params`` and ``forward_flops`` are None where the row does not state
+    them.
     """
+
+    def is_same_network(known_params: int) -> bool:
+        return params is None or model in _CARD_FIRST or abs(known_params / params - 1) < _SAME_PARAMETERS
+
     entry = find_entry(model, task_input)
-    if entry is not None and (
-        params is None or model in _CARD_FIRST or abs(entry.params / params - 1) < _SAME_PARAMETERS
-    ):
+    if entry is not None and is_same_network(entry.params):
         return describe_entry(entry, name=model)
-    found = find_card(model, task_input)
-    card = found if found is not None and found.params is not None else None
+    card = find_card(model, task_input)
     if card is not None and card.params is not None:
-        known_flops = card.forward_flops_per_sample
-        if params is None or model in _CARD_FIRST or abs(card.params / params - 1) < _SAME_PARAMETERS:
-            flops = known_flops if known_flops is not None else forward_flops
+        card_flops = card.forward_flops_per_sample
+        if is_same_network(card.params):
+            flops = card_flops if card_flops is not None else forward_flops
             return None if flops is None else _describe_known(model, card, card.params, flops, task_input)
-        if forward_flops is None and known_flops is not None:
+        if params is not None and forward_flops is None and card_flops is not None:
             # another size of the same network: its work grows about as its parameters do
             return describe_card(
                 model,
                 params=round(params),
-                forward_flops_per_sample=known_flops * params / card.params,
+                forward_flops_per_sample=card_flops * params / card.params,
                 task_input=task_input,
             )
     if params is None or forward_flops is None:
@@ -178,59 +180,60 @@ def _describe_known(model: str, card: Card, params: int, flops: float, task_inpu
         params=params,
         forward_flops_per_sample=flops,
         card=card,
-        # a row that tells no input is of the usual one, as a question is
+        # a row without an input has the usual one, as a question does
         task_input=task_input or card.task_input,
         sequence_length=card.sequence_length,
     )
 
 
 def observe_table(frame: "pd.DataFrame") -> tuple[list[Observation], dict[int, str]]:
-    """Rows of a ``PublicTable`` as observations, and why each other row cannot be one, by its position.
+    """Rows of a ``PublicTable`` as observations, and the reason why each other row cannot be one, by its position.
 
-    Reasons: ``model unknown`` (neither the row nor a card tells parameters and FLOPs), and the error's own words.
+    Reasons: ``model unknown`` (neither the row nor a card has parameters and FLOPs), and the messages of errors.
     """
     describe = functools.cache(describe_row)
-    seen: list[Observation] = []
+    observations: list[Observation] = []
     refused: dict[int, str] = {}
     for index, row in enumerate(frame.to_dict("records")):
         task_input = row["task_input"] if isinstance(row["task_input"], str) else ""
         try:
-            told = [float(row[name]) if row[name] > 0 else None for name in ("model_params", "fwd_flops_per_sample")]
-            workload = describe(row["model"], task_input, *told)
+            sizes = [float(row[name]) if row[name] > 0 else None for name in ("model_params", "fwd_flops_per_sample")]
+            workload = describe(row["model"], task_input, *sizes)
             if workload is None:
                 refused[index] = "model unknown"
                 continue
-            seen.append(_observe_row(row, workload, task_input=task_input, index=index))
+            observations.append(_observe_row(row, workload, task_input=task_input, index=index))
         except PrecisionTimeError as error:
             refused[index] = str(error).splitlines()[0]
-    return seen, refused
+    return observations, refused
 
 
 #: Ports and their rate: ``8x ConnectX-7 IB NDR 400Gb/s``, ``RoCE 1600Gbps/node``, ``InfiniBand 100Gb EDR``.
 _PORT_RATE = re.compile(r"(\d+)\s*(?:Gb/|Gb\b|Gb\s*/|Gbps|Gbit/s|GB/Sec|Gbe\b)(GPU)?", re.IGNORECASE)
 _PORT_COUNT = re.compile(r"(\d+)\s*x", re.IGNORECASE)
-#: A slower one serves management: rows that print 1 Gb Ethernet alone have times that no such network allows.
+#: Slower networks are for management: rows that state only 1 Gb Ethernet have times that it does not allow.
 _SLOWEST_NETWORK = 10e9 / 8
-#: Devices of a node of which a row tells the network of each.
+#: Devices of a node where a row states the network of each device.
 _GPUS_PER_NODE = 8
 
 
 def read_network(interconnect: str) -> float | None:
-    """Bytes per second, one way, of a node's network as a row tells it; None where it does not.
+    """Bytes per second, one way, of the network of a node, as a row states it; None where it does not.
 
-    What stands before ``inter:`` is inside the node; of several networks the fastest counts, and none below 10 Gbit/s.
+    Text before ``inter:`` is about links inside the node. The fastest of several networks counts, and none below 10
+    Gbit/s.
     """
-    _, told, between = interconnect.partition("inter:")
+    _, mark, between = interconnect.partition("inter:")
     rates = []
-    for part in re.split(r"[;,+]", between if told else interconnect):
+    for part in re.split(r"[;,+]", between if mark else interconnect):
         if "NVLINK" in part.upper() or "PCIE" in part.upper():
             continue
-        before = 0
+        end = 0
         for rate in _PORT_RATE.finditer(part):
-            count = _PORT_COUNT.search(part[before : rate.start()])
+            count = _PORT_COUNT.search(part[end : rate.start()])
             ports = _GPUS_PER_NODE if rate[2] else int(count[1]) if count else 1
             rates.append(ports * int(rate[1]) * 1e9 / 8)
-            before = rate.end()
+            end = rate.end()
     return max((rate for rate in rates if rate >= _SLOWEST_NETWORK), default=None)
 
 

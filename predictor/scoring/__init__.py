@@ -1,1 +1,1 @@
-"""How good predictions are: errors of rows that a fit has not seen, by split, and the pictures of them."""
+"""How good predictions are: errors on rows that were not trained on, by split, and their plots."""

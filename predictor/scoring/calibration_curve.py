@@ -1,7 +1,7 @@
-"""The calibration curve: the error left after some measured rows of a left-out network, or on a left-out chip."""
+"""The calibration curve: the error that remains after some measured rows of a left-out network or chip."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from precision_time.predictor.rows.observations import Observation
 from precision_time.predictor.scoring.cross_validation import CrossValidation
 from precision_time.predictor.scoring.fit_error_covariance import fit_covariance
 from precision_time.predictor.scoring.metrics import Metrics, score
-from precision_time.predictor.scoring.plots import Form, lay_out, own_style, render_figure, require_matplotlib
-from precision_time.predictor.scoring.scoreboard import title_split
+from precision_time.predictor.scoring.plots import lay_out, own_style, render_figure, require_matplotlib
+from precision_time.predictor.scoring.scoreboard import format_percent, title_split
 from precision_time.storage.errors import InputError
 
 __all__ = [
@@ -31,10 +31,11 @@ __all__ = [
 
 Positions = npt.NDArray[np.int64]
 
-
 #: How corrections are scored after each split.
 CURVES: dict[str, CurvePlan] = {name: split.curve for name, split in SPLITS.items() if split.curve is not None}
 
+#: How often the measured rows of a group are drawn.
+_DRAWS = 5
 #: Figures that are drawn: metric, label, color and marker.
 _FIGURES = (("mape", "MAPE", "C1", "D"), ("median_ape", "median", "C0", "o"))
 _PANELS_IN_LINE = 3
@@ -44,8 +45,8 @@ _PANELS_IN_LINE = 3
 class CalibrationPoint:
     """Scores of the same rows before and after ``measured`` rows of their group correct them.
 
-    ``rows`` counts the distinct scored rows, ``groups`` their networks or GPUs. Each draw scores the group's rows anew,
-    so metrics are averages over draws.
+    ``rows`` counts the distinct scored rows, ``groups`` their networks or GPUs. Each draw scores the rows of its group
+    again, so metrics are averages over draws.
     """
 
     measured: int
@@ -65,48 +66,36 @@ class CalibrationCurve:
 
 
 def measure_calibration(
-    result: CrossValidation,
-    observations: Sequence[Observation],
-    *,
-    rows: Sequence[int] = (0, 1, 3, 10),
-    draws: int = 5,
-    by_source: bool = False,
-    seed: int = 0,
+    result: CrossValidation, observations: Sequence[Observation], *, rows: Sequence[int] = (0, 1, 3, 10), seed: int = 0
 ) -> CalibrationCurve:
-    """Error against number of measured rows, from the out-of-fold predictions of ``result``; nothing is refitted.
+    """Error against number of measured rows, from the out-of-fold predictions of ``result``; nothing is fitted again.
 
-    For each left-out network (in ``leave-gpu-out``: each part of a left-out chip) and each of ``draws``, so many of
-    its configurations are drawn. One row of each corrects the rows of all other configurations, which are scored.
-    Groups with too few configurations are left out of a point, so compare its ``before`` and ``after``. The covariance
-    of errors is estimated on the other folds. ``by_source`` draws and scores within one source of the table, like a
-    user who measures with the script that the question is about. Raises ``InputError`` for another split.
+    Each point draws that many configurations of each left-out network (in ``leave-gpu-out``: of each part of a left-out
+    chip), five times. One row of each drawn configuration corrects the rows of the group's other configurations, and
+    these are scored. A group with too few configurations is left out of a point, so compare a point with its own
+    ``before``. The covariance of errors is estimated on the other folds. Raises ``InputError`` for another split.
     """
     if result.split not in CURVES:
         raise InputError("calibration is not measured on this split", got=result.split, expected=", ".join(CURVES))
-    if draws < 1 or any(count < 0 for count in rows):
-        raise InputError("draws of measured rows", got=f"{draws} draws of {list(rows)}", expected="at least 1 of 0")
+    if any(count < 0 for count in rows):
+        raise InputError("numbers of measured rows", got=list(rows), expected="0 or more each")
     plan, scored = CURVES[result.split], [observations[row] for row in result.rows]
     comparison, errors = SetupComparison([observation.query for observation in scored]), result.log_errors()
-    groups = _divide(
-        [(plan.group(observation), observation.measurement.source if by_source else "") for observation in scored]
-    )
-    configurations = np.array(_number([configuration_of(observation) for observation in scored]), dtype=np.int64)
-    points = []
+    group_numbers = _number([plan.group(observation) for observation in scored])
+    groups = [np.flatnonzero(group_numbers == number) for number in np.unique(group_numbers)]
+    configurations = _number([configuration_of(observation) for observation in scored])
     covariances, radii = _learn_elsewhere(result, scored, errors, covariance=plan.covariance, seed=seed)
+    points = []
     for count in rows:
         corrected, shifts, covered, used = [], [], [], 0
         for number, group in enumerate(groups):
-            kinds = np.unique(configurations[group])
             fold = int(result.folds[group[0]])
             covariance, radius = covariances.get(fold), radii.get(fold)
-            if len(kinds) <= count or covariance is None:
+            if covariance is None:
                 continue
-            used += 1
-            for draw in range(draws if count else 1):
-                rng = np.random.default_rng([seed, number, draw])
-                drawn = rng.permutation(kinds)[:count]
-                measured = np.array([rng.choice(group[configurations[group] == kind]) for kind in drawn], np.int64)
-                others = group[~np.isin(configurations[group], drawn)]
+            draws = list(_draw(group, configurations[group], count, seed=(seed, number)))
+            used += bool(draws)
+            for measured, others in draws:
                 prediction = predict_errors_at(
                     comparison, measured, others, errors=errors[measured], covariances=[covariance]
                 )
@@ -118,30 +107,40 @@ def measure_calibration(
         if not used:
             continue
         places = np.concatenate(corrected)
+        predicted_s, measured_s = result.predicted_s["predictor"][places], result.measured_s[places]
         points.append(
             CalibrationPoint(
                 measured=count,
                 rows=len(np.unique(places)),
                 groups=used,
-                before=_score(result, places),
-                after=_score(result, places, np.concatenate(shifts), np.concatenate(covered) if covered else None),
+                before=score(
+                    predicted_s, measured_s, covered=None if result.covered is None else result.covered[places]
+                ),
+                after=score(
+                    predicted_s * np.exp(np.concatenate(shifts)),
+                    measured_s,
+                    covered=np.concatenate(covered) if len(covered) == len(shifts) else None,
+                ),
             )
         )
     return CalibrationCurve(split=result.split, what=plan.what, points=tuple(points))
 
 
-def _score(
-    result: CrossValidation,
-    places: Positions,
-    shifts: npt.NDArray[np.float64] | None = None,
-    covered: npt.NDArray[np.bool_] | None = None,
-) -> Metrics:
-    predicted = result.predicted_s["predictor"][places]
-    if shifts is None:
-        held = None if result.covered is None else result.covered[places]
-        return score(predicted, result.measured_s[places], covered=held)
-    held = covered if covered is not None and len(covered) == len(places) else None
-    return score(predicted * np.exp(shifts), result.measured_s[places], covered=held)
+def _draw(
+    group: Positions, configurations: Positions, count: int, *, seed: tuple[int, int]
+) -> Iterator[tuple[Positions, Positions]]:
+    """Positions of ``count`` measured rows and of the rows that they correct, for each draw.
+
+    ``configurations`` are those of the rows of ``group``. Nothing is drawn where all of them would be measured.
+    """
+    distinct = np.unique(configurations)
+    if len(distinct) <= count:
+        return
+    for draw in range(_DRAWS if count else 1):
+        rng = np.random.default_rng([*seed, draw])
+        drawn = rng.permutation(distinct)[:count]
+        measured = np.array([rng.choice(group[configurations == configuration]) for configuration in drawn], np.int64)
+        yield measured, group[~np.isin(configurations, drawn)]
 
 
 def _learn_elsewhere(
@@ -169,32 +168,15 @@ def _learn_elsewhere(
     return covariances, radii
 
 
-def _number(values: Sequence[object]) -> list[int]:
+def _number(values: Sequence[object]) -> Positions:
+    """A number for each value, the same for equal values, in the order of their first appearance."""
     numbers: dict[object, int] = {}
-    return [numbers.setdefault(value, len(numbers)) for value in values]
-
-
-def _divide(keys: Sequence[object]) -> list[Positions]:
-    """Positions of each key."""
-    numbers = np.array(_number(keys), dtype=np.int64)
-    return [np.flatnonzero(numbers == number) for number in range(int(numbers.max(initial=-1)) + 1)]
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 def curve_table(curves: Sequence[CalibrationCurve]) -> dict[str, list[dict[str, Any]]]:
     """The points of each split as plain values for JSON."""
-    return {
-        curve.split: [
-            {
-                "measured": point.measured,
-                "rows": point.rows,
-                "groups": point.groups,
-                "before": dict(point.before),
-                "after": dict(point.after),
-            }
-            for point in curve.points
-        ]
-        for curve in curves
-    }
+    return {curve.split: [asdict(point) for point in curve.points] for curve in curves}
 
 
 def format_curves(curves: Sequence[CalibrationCurve]) -> str:
@@ -206,19 +188,15 @@ def format_curves(curves: Sequence[CalibrationCurve]) -> str:
                 curve.split,
                 f"{point.measured} {curve.what}",
                 f"{point.rows:,} of {point.groups}",
-                f"{_percent(point.before['mape'])} / {_percent(point.before['median_ape'])}",
-                f"{_percent(point.after['mape'])} / {_percent(point.after['median_ape'])}",
-                _percent(point.after["coverage"]),
+                f"{format_percent(point.before['mape'])} / {format_percent(point.before['median_ape'])}",
+                f"{format_percent(point.after['mape'])} / {format_percent(point.after['median_ape'])}",
+                format_percent(point.after["coverage"]),
             )
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _percent(figure: float | None) -> str:
-    return "-" if figure is None else f"{100 * figure:.1f}"
-
-
-def plot_calibration(curves: Sequence[CalibrationCurve], *, form: Form = "png") -> bytes:
+def plot_calibration(curves: Sequence[CalibrationCurve]) -> bytes:
     """Error against number of measured rows, one panel a split: solid after, dashed before, on the same scored rows.
 
     Raises ``InputError`` without matplotlib, or when no curve has a point.
@@ -245,4 +223,4 @@ def plot_calibration(curves: Sequence[CalibrationCurve], *, form: Form = "png") 
             axes.set_axisbelow(True)
         panels[0].set_ylabel("absolute error (% of measured)")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-        return render_figure(figure, form)
+        return render_figure(figure)

@@ -1,4 +1,4 @@
-"""Fit the covariance of errors on pairs of out-of-fold errors."""
+"""Fits of the covariance of errors to pairs of out-of-fold errors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,7 @@ __all__ = ["estimate_covariances", "fit_covariance"]
 Floats = npt.NDArray[np.float64]
 Positions = npt.NDArray[np.int64]
 
-
-#: Errors are clipped at this quantile: a few outliers must not decide.
+#: Errors are clipped at this quantile, so that a few outliers do not determine the fit.
 _CLIPPED = 0.97
 #: With fewer groups of rows, or fewer pairs, no covariance is fitted.
 _FEWEST_GROUPS, _FEWEST_PAIRS = 4, 200
@@ -30,7 +29,7 @@ _FINEST, _LARGEST_LOG, _SMALLEST_LOG = 0.06, 2.0, -7.0
 def _choose_pairs(
     comparison: SetupComparison, folds: Positions, plan: PairPlan, rng: np.random.Generator
 ) -> tuple[Positions, Positions, Floats]:
-    """Pairs of one fold in a shared group, and a weight each: a group of n rows weighs as the root of n."""
+    """Pairs of one fold in a shared group, and their weights: those of a group of n rows sum to the root of n."""
     left, right, weights = [], [], []
     for name, most in plan.groups.items():
         # Two rows of different folds were predicted by fits that were trained on the other row.
@@ -59,9 +58,9 @@ def fit_covariance(
 ) -> ErrorCovariance | None:
     """The covariance under which pairs of log ``errors`` (shape (queries,)) are likeliest; None with too few pairs.
 
-    Pairs of ``plan`` in one fold are taken as bivariate normal of mean 0, each on its own (a pairwise composite
-    likelihood: Cox and Reid 2004; Varin, Reid and Firth 2011), after errors are clipped.
-    Raises ``InputError`` for errors that are not as many as queries.
+    Each pair of ``plan`` in one fold is taken as bivariate normal with mean 0, independent of the other pairs (a
+    pairwise composite likelihood: Cox and Reid 2004; Varin, Reid and Firth 2011). Errors are clipped first. Raises
+    ``InputError`` unless there is one error a query.
     """
     if len(errors) != len(queries):
         raise InputError("errors do not match the queries", got=len(errors), expected=f"{len(queries)} of them")
@@ -74,15 +73,15 @@ def fit_covariance(
     most = np.quantile(np.abs(errors), _CLIPPED)
     clipped = np.clip(errors, -most, most)
     differences = comparison.compare(left, right)
-    # A difference that no pair has gets no factor; pairs beyond ``apart`` are unrelated.
+    # A difference that no pair has gets no factor. Pairs beyond ``apart`` are unrelated.
     names = [
         name for place, name in enumerate(DIFFERENCES) if name != plan.apart and bool((differences[place] > 0).any())
     ]
-    kept = differences[[DIFFERENCES.index(name) for name in names]]
+    fitted = differences[[DIFFERENCES.index(name) for name in names]]
     if plan.apart is not None:
         near = differences[DIFFERENCES.index(plan.apart)] == 0
-        left, right, weights, kept = left[near], right[near], weights[near], kept[:, near]
-    variance, repeat, factors = _search(clipped[left], clipped[right], kept, weights / weights.sum())
+        left, right, weights, fitted = left[near], right[near], weights[near], fitted[:, near]
+    variance, repeat, factors = _search(clipped[left], clipped[right], fitted, weights / weights.sum())
     correlations = dict(zip(names, factors, strict=True))
     if plan.apart is not None:
         correlations[plan.apart] = 0.0
@@ -90,8 +89,8 @@ def fit_covariance(
 
 
 def _search(first: Floats, second: Floats, differences: Floats, weights: Floats) -> tuple[float, float, list[float]]:
-    """Variance, correlation of repeats and a factor for each difference, by a pattern search (Hooke, Jeeves 1961)."""
-    # Pairs that differ in the same ways have one correlation, so their sums are all that counts.
+    """Variance, correlation of repeats and the factor of each difference, by a pattern search (Hooke, Jeeves 1961)."""
+    # Pairs that differ in the same ways have the same correlation, so only their sums matter.
     patterns, same = np.unique(differences.round(3).T, axis=0, return_inverse=True)
     differences, same = np.ascontiguousarray(patterns.T), same.reshape(-1)
 
@@ -132,24 +131,19 @@ def _search(first: Floats, second: Floats, differences: Floats, weights: Floats)
 def estimate_covariances(
     results: Mapping[str, CrossValidation], observations: Sequence[Observation], *, seed: int = 0
 ) -> dict[str, ErrorCovariance]:
-    """The covariances that the out-of-fold errors of these splits support, by name (see ``regimes.COVARIANCES``).
+    """The covariances that are fitted to the out-of-fold errors of these splits, by name (``regimes.COVARIANCES``).
 
     ``observations`` are those that were cross-validated. A covariance without its split, or with too few pairs, is left
-    out; that of the closed forms comes from the observations themselves.
+    out. That of the closed forms is fitted to their errors on all observations.
     """
     covariances: dict[str, ErrorCovariance] = {}
     for name, lesson in COVARIANCES.items():
         if lesson.pairs is None or (lesson.split is not None and lesson.split not in results):
             continue
         if lesson.split is None:
-            queries = [observation.query for observation in observations]
-            errors = np.log(
-                [
-                    observation.measurement.iteration_time_s / observation.closed.iteration_time_s
-                    for observation in observations
-                ]
-            )
-            folds = None
+            queries, folds = [observation.query for observation in observations], None
+            measured_s = np.array([observation.measurement.iteration_time_s for observation in observations])
+            errors = np.log(measured_s / [query.closed.iteration_time_s for query in queries])
         else:
             result = results[lesson.split]
             queries = [observations[row].query for row in result.rows]

@@ -7,10 +7,10 @@ from precision_time.storage.errors import InputError
 
 __all__ = ["Metrics", "bootstrap_mape", "score"]
 
-#: Metric -> value; fractions, not percentages. None where a metric cannot be had.
+#: Values by metric; fractions, not percentages. None where there is no such metric.
 Metrics = dict[str, float | None]
 
-BOOTSTRAP_SAMPLES = 500
+_BOOTSTRAP_SAMPLES = 500
 
 
 def score(predicted_s: npt.ArrayLike, measured_s: npt.ArrayLike, *, covered: npt.ArrayLike | None = None) -> Metrics:
@@ -42,14 +42,12 @@ def score(predicted_s: npt.ArrayLike, measured_s: npt.ArrayLike, *, covered: npt
     }
 
 
-def bootstrap_mape(
-    predicted_s: npt.ArrayLike, measured_s: npt.ArrayLike, *, level: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
-    """The interval of ``level`` of the MAPE over resampled rows (percentile bootstrap, Efron 1979)."""
+def bootstrap_mape(predicted_s: npt.ArrayLike, measured_s: npt.ArrayLike) -> tuple[float, float]:
+    """The 95 % interval of the MAPE over resampled rows (percentile bootstrap, Efron 1979), the same on every call."""
     predicted, measured = np.asarray(predicted_s, np.float64), np.asarray(measured_s, np.float64)
     error = np.abs(predicted - measured) / measured
-    generator = np.random.default_rng(seed)
-    # One sample at a time: the memory is that of the rows.
-    means = [error[generator.integers(len(error), size=len(error))].mean() for _ in range(BOOTSTRAP_SAMPLES)]
-    tail = (1 - level) / 2
+    generator = np.random.default_rng(0)
+    # One sample at a time, so no more memory is needed than for the rows.
+    means = [error[generator.integers(len(error), size=len(error))].mean() for _ in range(_BOOTSTRAP_SAMPLES)]
+    tail = (1 - 0.95) / 2
     return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))

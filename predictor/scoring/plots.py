@@ -1,11 +1,11 @@
-"""Pictures of accuracy: predicted against measured by precision, and errors by distance from the training data."""
+"""Plots of accuracy: predicted against measured by precision, and errors by distance from the training data."""
 
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.learning.splits import SPLITS
 from precision_time.predictor.rows.observations import Observation
 from precision_time.predictor.scoring.cross_validation import SPEED_UP, CrossValidation
-from precision_time.predictor.scoring.evaluation import PredictedTable
+from precision_time.predictor.scoring.evaluate_tables import PredictedTable
 from precision_time.predictor.scoring.scoreboard import title_split
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.errors import InputError, PrecisionTimeError
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PredictedRows", "check_plots", "draw_cross_validation", "draw_table", "lay_out", "own_style",
-    "plot_distance", "plot_predicted", "plot_table", "render_figure", "require_matplotlib",
-    "write_plots",
+    "plot_distance", "plot_predicted", "render_figure", "require_matplotlib", "write_plots",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
-Form = Literal["png", "svg"]
 
 #: The band around the diagonal, as a share of the measured time.
 _BAND = 0.25
@@ -41,23 +39,22 @@ _SMALLEST_ERROR = 0.1
 _LEGEND = "MAPE (boxes: the middle half of the rows, whiskers: 90 % of them)"
 _PANELS_IN_LINE = 3
 _MANY_POINTS = 200
-#: More points of a panel cover each other and weigh too much for a page; so many hexagons from side to side do not.
+#: More points of a panel cover each other and make a large file; hexagons, this many from side to side, do not.
 _MOST_POINTS, _HEXAGONS_ACROSS = 1000, 60
 _INCHES = 3.3
 _DOTS_PER_INCH = 110
-#: Upper ends of the bins of a distance in doublings: the same, then each factor of 2 up to 8, then farther.
+#: Upper ends of the bins of a distance in doublings: none, then each factor of 2 up to 8, then farther.
 _DOUBLINGS = (0.0, 1.0, 2.0, 3.0)
 _BINS = ("in the data", "up to 2x", "up to 4x", "up to 8x", "farther", "never seen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRows:
-    """What a picture shows: predicted and measured seconds, and how far each row was from what taught.
+    """The rows of a plot: predicted and measured seconds, and the distance of each row from the training data.
 
-    Arrays have shape (rows,). ``precisions`` are names of policies and ``regimes`` those of ``REGIMES``. ``steps``
-    maps what is measured along an axis to distances in doublings (1: a factor of 2 from the nearest): 0 in the data,
-    infinite where the data has nothing to measure from. In a picture of speed-ups both times are ratios (``unit``
-    empty).
+    Arrays have shape (rows,). ``precisions`` are names of policies and ``regimes`` those of ``REGIMES``. ``steps`` maps
+    the label of an axis to distances in doublings (1: a factor of 2 from the nearest): 0 in the data, infinite where
+    the data has nothing to compare with. In a plot of speed-ups both times are ratios (``unit`` empty).
     """
 
     title: str
@@ -73,7 +70,7 @@ class PredictedRows:
         sizes = [len(self.precisions), len(self.regimes), *(len(values) for values in self.steps.values())]
         if len(shape) != 1 or np.shape(self.predicted_s) != shape or any(size != shape[0] for size in sizes):
             raise InputError(
-                "the rows of a picture do not match",
+                "the rows of a plot do not match",
                 got=f"measured {shape}, predicted {np.shape(self.predicted_s)}, others {sizes}",
                 expected="one entry a row in each",
             )
@@ -89,19 +86,18 @@ class PredictedRows:
 
     @classmethod
     def of_cross_validation(cls, result: CrossValidation, observations: Sequence[Observation]) -> "PredictedRows":
-        """The predictor's rows of a split; distances are to the rows that taught the fold of each.
+        """The predicted rows of a split; distances are to the training rows of the fold of each row.
 
         ``observations`` are those that were cross-validated.
         """
-        seen = [observations[row] for row in result.rows]
         is_ratio = result.split == SPEED_UP
         return cls(
             title=title_split(result.split),
             measured_s=result.measured_s,
             predicted_s=result.predicted_s["predictor"],
-            precisions=tuple(one.setup.precision.name for one in seen),
+            precisions=tuple(observations[row].setup.precision.name for row in result.rows),
             regimes=tuple(result.regimes),
-            steps={} if is_ratio else _distances_to_teachers(result, observations),
+            steps={} if is_ratio else _distances_to_training_rows(result, observations),
             unit="" if is_ratio else "s",
         )
 
@@ -126,42 +122,43 @@ class PredictedRows:
         )
 
 
-def _nearest_steps(asked: Floats, taught: Floats) -> Floats:
-    """Doublings from each asked size to the nearest taught one; infinite without any."""
-    if not len(taught):
-        return np.full(len(asked), np.inf)
-    known = np.unique(np.log2(taught))
-    wanted = np.log2(asked)
-    place = np.searchsorted(known, wanted).clip(1, len(known) - 1) if len(known) > 1 else np.zeros(len(wanted), int)
-    steps: Floats = np.minimum(np.abs(wanted - known[place]), np.abs(wanted - known[place - 1]))
+def _nearest_steps(sizes: Floats, trained: Floats) -> Floats:
+    """Doublings from each size to the nearest one in ``trained``; infinite where that is empty."""
+    if not len(trained):
+        return np.full(len(sizes), np.inf)
+    steps: Floats = np.abs(np.log2(sizes)[:, None] - np.unique(np.log2(trained))).min(axis=1)
     return steps
 
 
-def _distances_to_teachers(result: CrossValidation, observations: Sequence[Observation]) -> dict[str, Floats]:
-    """Doublings to the nearest batch, and world, at which the fold's teaching rows have the same network."""
-    networks = np.array([seen.network for seen in observations])
-    batches = np.array([seen.setup.batch_size for seen in observations], dtype=np.float64)
-    worlds = np.array([seen.setup.world_size for seen in observations], dtype=np.float64)
-    found = {
-        "from the nearest batch taught of the network": batches,
-        "from the nearest GPU count of the network": worlds,
+def _distances_to_training_rows(result: CrossValidation, observations: Sequence[Observation]) -> dict[str, Floats]:
+    """Doublings to the nearest batch, and GPU count, at which the fold was trained on the network of the row."""
+    networks = np.array([observation.network for observation in observations])
+    sizes_by_label = {
+        "from the nearest batch of the network": np.array(
+            [observation.setup.batch_size for observation in observations], dtype=np.float64
+        ),
+        "from the nearest GPU count of the network": np.array(
+            [observation.setup.world_size for observation in observations], dtype=np.float64
+        ),
     }
-    steps = {name: np.empty(len(result.rows)) for name in found}
+    steps = {label: np.empty(len(result.rows)) for label in sizes_by_label}
     for fold in np.unique(result.folds):
-        asked = np.flatnonzero(result.folds == fold)
-        teaches = _find_teachers(result, int(fold), observations)
-        for network in np.unique(networks[result.rows[asked]]):
-            own = asked[networks[result.rows[asked]] == network]
-            taught = teaches[networks[teaches] == network]
-            for name, sizes in found.items():
-                steps[name][own] = _nearest_steps(sizes[result.rows[own]], sizes[taught])
+        inside = np.flatnonzero(result.folds == fold)
+        train = _find_training_rows(result, int(fold), observations)
+        for network in np.unique(networks[result.rows[inside]]):
+            places = inside[networks[result.rows[inside]] == network]
+            same_network = train[networks[train] == network]
+            for label, sizes in sizes_by_label.items():
+                steps[label][places] = _nearest_steps(sizes[result.rows[places]], sizes[same_network])
     return steps
 
 
-def _find_teachers(result: CrossValidation, fold: int, observations: Sequence[Observation]) -> npt.NDArray[np.int64]:
-    teaches = result.rows[result.folds != fold]
-    # Where there are folds, every row is predicted once, from all others; one alone says nothing of its teachers.
-    return teaches if len(teaches) else SPLITS[result.split].divide(observations, seed=0)[0].train
+def _find_training_rows(
+    result: CrossValidation, fold: int, observations: Sequence[Observation]
+) -> npt.NDArray[np.int64]:
+    others = result.rows[result.folds != fold]
+    # Several folds predict every row once, from all others. A single fold does not contain its training rows.
+    return others if len(others) else SPLITS[result.split].divide(observations, seed=0)[0].train
 
 
 def _distances_to_domain(
@@ -174,7 +171,7 @@ def _distances_to_domain(
         return max(0.0, math.log2(low / batch), math.log2(batch / high))
 
     return {
-        "from the batches measured of the network": np.array(
+        "from the measured batches of the network": np.array(
             [outside(*pair) for pair in zip(networks, batches, strict=True)]
         ),
         "from the most GPUs measured": np.log2(np.maximum(worlds / domain.max_world_size, 1.0)),
@@ -182,16 +179,16 @@ def _distances_to_domain(
 
 
 def check_plots(folder: str) -> None:
-    """Whether pictures can be drawn and put into ``folder``: to be asked before the work whose result they show.
+    """Check, before the work whose result they show, that plots can be drawn and written into ``folder``.
 
-    Raises ``InputError`` without matplotlib, and what the store raises for a place that cannot be written.
+    Raises ``InputError`` without matplotlib, and what the store raises for a folder that cannot be written.
     """
     require_matplotlib()
     open_store(folder).check_writable()
 
 
 def require_matplotlib() -> None:
-    """Raise ``InputError`` where nothing can be drawn."""
+    """Raise ``InputError`` without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -205,34 +202,29 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """Settings that are not the user's, so that a picture depends on its data alone."""
+    """Settings independent of the user's, so that a plot depends on its data alone."""
     import matplotlib
 
-    # Not pyplot: it would choose a backend and keep figures; and text stays in the font that comes with matplotlib.
+    # Not pyplot, which would choose a backend and keep figures. The font is the one that comes with matplotlib.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(
-            {"font.family": ["DejaVu Sans"], "font.size": 8, "svg.hashsalt": "precision-time", "svg.fonttype": "path"}
-        )
+        matplotlib.rcParams.update({"font.family": ["DejaVu Sans"], "font.size": 8})
         yield
 
 
-def render_figure(figure: "Figure", form: Form) -> bytes:
-    """The picture's file; equal figures give equal bytes. Raises ``InputError`` for another form than png or svg."""
+def render_figure(figure: "Figure") -> bytes:
+    """The figure as PNG; equal figures give equal bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    if form not in ("png", "svg"):
-        raise InputError("no such form of a picture", got=form, expected="png or svg")
     FigureCanvasAgg(figure)
     data = io.BytesIO()
-    # Neither version nor date, so that the same data gives the same bytes.
-    metadata = {"Software": None} if form == "png" else {"Date": None, "Creator": None}
-    figure.savefig(data, format=form, dpi=_DOTS_PER_INCH, metadata=metadata)
+    # Without the version, so that the same data gives the same bytes.
+    figure.savefig(data, format="png", dpi=_DOTS_PER_INCH, metadata={"Software": None})
     return data.getvalue()
 
 
 def lay_out(count: int, *, most_in_line: int) -> "tuple[Figure, list[Axes]]":
-    """A figure of ``count`` panels."""
+    """A figure of ``count`` panels, at most ``most_in_line`` of them side by side."""
     from matplotlib.figure import Figure
 
     columns = min(count, most_in_line)
@@ -244,11 +236,11 @@ def lay_out(count: int, *, most_in_line: int) -> "tuple[Figure, list[Axes]]":
     return figure, axes[:count]
 
 
-def plot_predicted(rows: PredictedRows, *, form: Form = "png") -> bytes:
+def plot_predicted(rows: PredictedRows) -> bytes:
     """Predicted against measured, one panel a precision policy, on logarithmic axes.
 
-    Each panel shows the diagonal, a band of 25 % around it, and in its title rows and MAPE. Raises ``InputError``
-    without matplotlib.
+    Each panel shows the diagonal, a band of 25 % around it, and in its title the number of rows and the MAPE. Raises
+    ``InputError`` without matplotlib.
     """
     require_matplotlib()
     from matplotlib.ticker import LogLocator
@@ -258,17 +250,17 @@ def plot_predicted(rows: PredictedRows, *, form: Form = "png") -> bytes:
         policies = sorted(set(rows.precisions), key=lambda name: (order.get(name, len(order)), name))
         figure, panels = lay_out(len(policies), most_in_line=_PANELS_IN_LINE)
         figure.suptitle(f"Predicted against measured: {rows.title}", parse_math=False)
-        chosen = np.array(rows.precisions)
+        precisions = np.array(rows.precisions)
         unit = f" ({rows.unit} a step)" if rows.unit else " speed-up"
         for axes, policy in zip(panels, policies, strict=True):
-            own = chosen == policy
-            both = np.concatenate([rows.measured_s[own], rows.predicted_s[own]])
+            inside = precisions == policy
+            both = np.concatenate([rows.measured_s[inside], rows.predicted_s[inside]])
             limits = np.array([both.min() / 1.5, both.max() * 1.5])
             axes.fill_between(
                 limits, limits * (1 - _BAND), limits * (1 + _BAND), color="0.85", linewidth=0, label="within 25 %"
             )
             axes.plot(limits, limits, color="0.4", linewidth=0.8)
-            _draw_points(axes, rows.measured_s[own], rows.predicted_s[own], limits=limits)
+            _draw_points(axes, rows.measured_s[inside], rows.predicted_s[inside], limits=limits)
             axes.set(xscale="log", yscale="log", xlim=limits, ylim=limits, aspect="equal")
             for axis in (axes.xaxis, axes.yaxis):
                 # few labels over many decades, enough over less than one
@@ -277,29 +269,29 @@ def plot_predicted(rows: PredictedRows, *, form: Form = "png") -> bytes:
                 axis.set_minor_formatter("")
             axes.set_xlabel(f"measured{unit}")
             axes.set_ylabel(f"predicted{unit}")
-            axes.set_title(f"{policy}: {own.sum()} rows, MAPE {100 * rows.errors[own].mean():.1f} %", fontsize=8)
+            axes.set_title(f"{policy}: {inside.sum()} rows, MAPE {100 * rows.errors[inside].mean():.1f} %", fontsize=8)
         panels[0].legend(loc="upper left", frameon=False)
-        return render_figure(figure, form)
+        return render_figure(figure)
 
 
 def _draw_points(axes: "Axes", measured: Floats, predicted: Floats, *, limits: Floats) -> None:
-    """A point a row; where they are too many, hexagons, the darker the more rows in them (white: less than one)."""
+    """A point a row; where there are too many, hexagons, darker with more rows (white: less than one)."""
     if len(measured) > _MOST_POINTS:
         axes.hexbin(
             measured, predicted, xscale="log", yscale="log", extent=(*np.log10(limits), *np.log10(limits)),
             gridsize=_HEXAGONS_ACROSS, mincnt=1, bins="log", vmin=0.05, cmap="Blues", linewidths=0, rasterized=True,
         )  # fmt: skip
         return
-    # a few points are to be seen, hundreds are not to cover each other
+    # few points are large enough to see, and hundreds small enough not to cover each other
     size, alpha = (5, 0.35) if len(measured) > _MANY_POINTS else (18, 0.8)
     axes.scatter(measured, predicted, s=size, alpha=alpha, linewidths=0, color="C0", rasterized=True)
 
 
-def plot_distance(rows: PredictedRows, *, form: Form = "png") -> bytes:
-    """Absolute errors by distance from the data: a panel by regime, and one for each of the ``steps``.
+def plot_distance(rows: PredictedRows) -> bytes:
+    """Absolute errors by distance from the training data: a panel by regime, and one for each of the ``steps``.
 
     A box reaches from the 25th to the 75th percentile of the errors of its rows, with the median as a line and
-    whiskers to the 5th and 95th; a diamond is the MAPE. Raises ``InputError`` without matplotlib.
+    whiskers to the 5th and 95th percentile; a diamond is the MAPE. Raises ``InputError`` without matplotlib.
     """
     require_matplotlib()
     with own_style():
@@ -309,14 +301,14 @@ def plot_distance(rows: PredictedRows, *, form: Form = "png") -> bytes:
         figure.suptitle(f"Errors by distance from the training data: {rows.title}", parse_math=False)
         errors = np.maximum(100 * rows.errors, _SMALLEST_ERROR)
         for axes, (name, places) in zip(panels, groups.items(), strict=True):
-            _draw_boxes(axes, {label: errors[own] for label, own in places.items()})
+            _draw_boxes(axes, {label: errors[inside] for label, inside in places.items()})
             axes.set_xlabel(name)
             axes.sharey(panels[0])
         panels[0].set_ylabel("absolute error (% of measured)")
         panels[0].set_yscale("log")
         panels[0].yaxis.set_major_formatter("{x:g}")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower right", frameon=False)
-        return render_figure(figure, form)
+        return render_figure(figure)
 
 
 def _group_regimes(regimes: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
@@ -326,7 +318,7 @@ def _group_regimes(regimes: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
 
 
 def _group_steps(steps: Floats) -> dict[str, npt.NDArray[np.bool_]]:
-    # A size that is the same up to the rounding of its logarithm is in the data.
+    # A size that is equal up to the rounding of its logarithm is in the data.
     bins = np.searchsorted(np.array(_DOUBLINGS) + 1e-9, steps)
     bins[np.isinf(steps)] = len(_BINS) - 1
     return {label: bins == place for place, label in enumerate(_BINS) if (bins == place).any()}
@@ -346,42 +338,40 @@ def _draw_boxes(axes: "Axes", groups: Mapping[str, Floats]) -> None:
 
 
 def draw_cross_validation(
-    results: Mapping[str, CrossValidation], observations: Sequence[Observation], *, form: Form = "png"
+    results: Mapping[str, CrossValidation], observations: Sequence[Observation]
 ) -> dict[str, bytes]:
-    """Both pictures of every split by file name (``row-predicted.png``, ``row-distance.png``); speed-ups have one.
+    """Both plots of every split by file name (``row-predicted.png``, ``row-distance.png``); speed-ups have only one.
 
-    Splits that score a part of another's rows (without contests) are left out.
+    Results that score a part of a split's rows (without contests) are left out.
     """
-    pictures = {}
+    plots = {}
     for split, result in results.items():
         if split != SPEED_UP and split not in SPLITS:
             continue
         rows = PredictedRows.of_cross_validation(result, observations)
-        pictures[f"{split}-predicted.{form}"] = plot_predicted(rows, form=form)
+        plots[f"{split}-predicted.png"] = plot_predicted(rows)
         if split != SPEED_UP:
-            pictures[f"{split}-distance.{form}"] = plot_distance(rows, form=form)
-    return pictures
+            plots[f"{split}-distance.png"] = plot_distance(rows)
+    return plots
 
 
-def draw_table(
-    table: PredictedTable, *, title: str, domain: TrainingDomain | None = None, form: Form = "png"
-) -> dict[str, bytes]:
+def draw_table(table: PredictedTable, *, title: str, domain: TrainingDomain | None = None) -> dict[str, bytes]:
     """``predicted.png`` and ``distance.png`` of an evaluated table."""
     rows = PredictedRows.of_table(table, title=title, domain=domain)
-    return {f"predicted.{form}": plot_predicted(rows, form=form), f"distance.{form}": plot_distance(rows, form=form)}
+    return {"predicted.png": plot_predicted(rows), "distance.png": plot_distance(rows)}
 
 
-def write_plots(pictures: Mapping[str, bytes], folder: str) -> tuple[str, ...]:
-    """Put drawn pictures into ``folder`` and return their paths: all of them, or after an error none.
+def write_plots(plots: Mapping[str, bytes], folder: str) -> tuple[str, ...]:
+    """Write plots, by file name, into ``folder`` and return their paths: all of them, or none after an error.
 
-    Pictures of the same names are replaced, and put back when a later one cannot be written. Raises what the store
+    Files of the same names are replaced, and restored when a later one cannot be written. Raises what the store
     raises.
     """
     store = open_store(folder)
-    earlier = {name: store.read_bytes(name) for name in pictures if store.exists(name)}
+    earlier = {name: store.read_bytes(name) for name in plots if store.exists(name)}
     written: list[str] = []
     try:
-        for name, data in sorted(pictures.items()):
+        for name, data in sorted(plots.items()):
             store.write_bytes(name, data)
             written.append(name)
     except PrecisionTimeError:
@@ -392,10 +382,3 @@ def write_plots(pictures: Mapping[str, bytes], folder: str) -> tuple[str, ...]:
                 store.remove(name)
         raise
     return tuple(f"{store.url.rstrip('/')}/{name}" for name in written)
-
-
-def plot_table(
-    table: PredictedTable, *, folder: str, title: str, domain: TrainingDomain | None = None, form: Form = "png"
-) -> tuple[str, ...]:
-    """``draw_table`` into ``folder``; the paths."""
-    return write_plots(draw_table(table, title=title, domain=domain, form=form), folder)

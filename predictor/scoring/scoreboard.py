@@ -1,6 +1,6 @@
-"""The figures of a cross-validation side by side: every split with its goal, every method, and the worst groups."""
+"""Text of cross-validations: a table of every split with its goal and every method, and the worst groups of rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -8,11 +8,10 @@ from precision_time.predictor.learning.splits import NO_GOAL, SPLITS, Goal
 from precision_time.predictor.rows.observations import Observation
 from precision_time.predictor.scoring.cross_validation import SPEED_UP, WITHOUT_CONTESTS, CrossValidation
 from precision_time.predictor.scoring.metrics import score
-from precision_time.storage.errors import InputError
 
-__all__ = ["GROUPINGS", "METHOD_TITLES", "format_cross_validation", "title_split", "worst_groups"]
+__all__ = ["METHOD_TITLES", "format_cross_validation", "format_percent", "title_split", "worst_groups"]
 
-#: The speed-up has no split of its own: it follows from the predictions of another.
+#: The speed-up is no split: it follows from the predictions of another one.
 _SPEED_UP_TITLE, _SPEED_UP_GOAL = "speed-up over fp32 or tf32", Goal(median=0.07)
 
 METHOD_TITLES = {
@@ -27,7 +26,8 @@ METHOD_TITLES = {
 }
 
 
-def _percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
+    """A fraction in per cent, a dash for none."""
     return "-" if value is None else f"{100 * value:.1f}"
 
 
@@ -47,10 +47,10 @@ def _goal_of(split: str) -> Goal:
 
 
 def format_cross_validation(results: Mapping[str, CrossValidation]) -> str:
-    """The same figures for people, as a markdown table with aligned columns: MAPE / median error in per cent.
+    """A markdown table with aligned columns: MAPE / median error in per cent.
 
-    One line a split: rows, the goal, what the predictor reached, whether both figures meet the goal, the share of rows
-    inside their interval, then the other methods.
+    One line a split: rows, the goal, the errors of the predictor, whether both meet the goal, the share of rows inside
+    their interval, then the errors of the other methods.
     """
     methods = [name for name in METHOD_TITLES if any(name in result.predicted_s for result in results.values())]
     others = [name for name in methods if name != "predictor"]
@@ -70,7 +70,7 @@ def format_cross_validation(results: Mapping[str, CrossValidation]) -> str:
                 _pair(goal) if limits else "-",
                 _pair(figures["predictor"]),
                 ("yes" if met else "no") if limits else "-",
-                _percent(metrics["predictor"]["coverage"]),
+                format_percent(metrics["predictor"]["coverage"]),
                 *(_pair(figures[name]) if name in figures else "-" for name in others),
             ]
         )
@@ -83,58 +83,37 @@ def format_cross_validation(results: Mapping[str, CrossValidation]) -> str:
 
 
 def _pair(figures: tuple[float | None, float | None]) -> str:
-    return " / ".join(_percent(figure) for figure in figures)
+    return " / ".join(format_percent(figure) for figure in figures)
 
 
-#: What rows can be grouped by.
-GROUPINGS: dict[str, Callable[[Observation], str]] = {
-    "source": lambda observation: observation.measurement.source,
-    "model": lambda observation: observation.measurement.model,
-    "network": lambda observation: observation.network,
-    "family": lambda observation: observation.setup.workload.family,
-    "kind": lambda observation: observation.setup.workload.kind,
-    "gpu": lambda observation: observation.setup.hardware.name,
-    "chip": lambda observation: observation.chip,
-    "precision": lambda observation: observation.setup.precision.name,
-    "framework": lambda observation: observation.measurement.framework,
-    "world_size": lambda observation: str(observation.setup.world_size),
-}
+#: Smaller groups are not listed.
+_FEWEST_IN_GROUP = 5
 
 
 def worst_groups(
-    result: CrossValidation,
-    observations: Sequence[Observation],
-    *,
-    by: Sequence[str] = ("source", "network", "gpu"),
-    count: int = 20,
-    fewest: int = 5,
+    result: CrossValidation, observations: Sequence[Observation], *, count: int = 20
 ) -> list[dict[str, str | float]]:
-    """The ``count`` groups of at least ``fewest`` rows with the largest MAPE, worst first.
+    """The ``count`` groups of rows of one source, network and GPU with the largest MAPE, worst first.
 
-    ``by`` names columns of ``GROUPINGS``. Each group holds its columns, ``n``, ``mape``, ``bias`` (positive: predicted
-    too slow), ``error_share`` (of the summed absolute error of all rows), and ``mape`` and ``bias`` of the closed forms
-    as ``closed_form_mape`` and ``closed_form_bias``. Raises ``InputError`` for an unknown column.
+    Each group holds ``source``, ``network``, ``gpu``, ``n``, ``mape``, ``bias`` (positive: predicted too slow),
+    ``error_share`` (of the summed absolute error of all rows), and ``mape`` and ``bias`` of the closed forms as
+    ``closed_form_mape`` and ``closed_form_bias``.
     """
-    unknown = [name for name in by if name not in GROUPINGS]
-    if unknown:
-        raise InputError("unknown grouping", got=", ".join(unknown), expected=", ".join(GROUPINGS))
-    groups: dict[tuple[str, ...], list[int]] = {}
+    positions_by_group: dict[tuple[str, str, str], list[int]] = {}
     for position, row in enumerate(result.rows):
-        groups.setdefault(tuple(GROUPINGS[name](observations[row]) for name in by), []).append(position)
+        observation = observations[row]
+        key = (observation.measurement.source, observation.network, observation.setup.hardware.name)
+        positions_by_group.setdefault(key, []).append(position)
     errors = np.abs(result.predicted_s["predictor"] - result.measured_s) / result.measured_s
-    found: list[dict[str, str | float]] = []
-    for key, positions in groups.items():
-        if len(positions) < fewest:
+    groups: list[dict[str, str | float]] = []
+    for (source, network, gpu), positions in positions_by_group.items():
+        if len(positions) < _FEWEST_IN_GROUP:
             continue
-        scores = {
-            method: score(result.predicted_s[method][positions], result.measured_s[positions])
-            for method in ("predictor", "closed_form")
-            if method in result.predicted_s
-        }
-        figures = {f"{method}_{name}": scores[method][name] for method in scores for name in ("mape", "bias")}
-        found.append(
-            dict(zip(by, key, strict=True))
-            | {"n": float(len(positions)), "error_share": float(errors[positions].sum() / errors.sum())}
-            | {name.removeprefix("predictor_"): value for name, value in figures.items() if value is not None}
-        )
-    return sorted(found, key=lambda group: -float(group["mape"]))[:count]
+        group: dict[str, str | float] = {"source": source, "network": network, "gpu": gpu, "n": float(len(positions))}
+        group["error_share"] = float(errors[positions].sum() / errors.sum())
+        for method, prefix in (("predictor", ""), ("closed_form", "closed_form_")):
+            if method in result.predicted_s:
+                scores = score(result.predicted_s[method][positions], result.measured_s[positions])
+                group |= {f"{prefix}{name}": value for name in ("mape", "bias") if (value := scores[name]) is not None}
+        groups.append(group)
+    return sorted(groups, key=lambda group: -float(group["mape"]))[:count]

@@ -1,5 +1,6 @@
-"""Trials: a learner trained on some rows predicts others, many of them shared by a few processes."""
+"""Trials: a method is trained on some rows and predicts others; several processes share many trials."""
 
+import functools
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -60,7 +61,7 @@ ABLATIONS: dict[str, type[HierarchicalPredictor]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """A method that is trained: the class that is fitted, and whether its rows hide the precision."""
+    """A method that is trained: the class that is fitted, and whether all its rows are described as fp32."""
 
     predictor: type[HierarchicalPredictor] = HierarchicalPredictor
     blind: bool = False
@@ -69,7 +70,6 @@ class Learner:
 #: The methods that are trained, by name.
 LEARNERS: dict[str, Learner] = {
     "predictor": Learner(),
-    # the same learner on rows described as fp32
     "precision_blind": Learner(blind=True),
     **{name: Learner(predictor=kind) for name, kind in ABLATIONS.items()},
 }
@@ -77,7 +77,7 @@ LEARNERS: dict[str, Learner] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One fit and its predictions: of ``rows`` some teach ``method``, a name in ``LEARNERS``, and others are asked."""
+    """One fit and its predictions: ``method``, a name in ``LEARNERS``, is trained and tested on ``rows``."""
 
     split: str
     fold: int
@@ -85,7 +85,7 @@ class Trial:
     rows: Fold
 
 
-#: Predicted seconds of the rows asked, shape (rows,), and the regime of each as seen from the rows that taught.
+#: Predicted seconds of the test rows, shape (rows,), and the regime of each: its distance from the training rows.
 Outcome = tuple[npt.NDArray[np.float64], tuple[str, ...]]
 
 
@@ -93,42 +93,44 @@ class _Bench:
     """Trains and predicts on the rows it holds, each described once with its precision and once without."""
 
     def __init__(self, observations: Sequence[Observation], *, seed: int) -> None:
-        self._told = list(observations)
-        self._blind: list[Observation] | None = None
+        self._observations = observations
         self._seed = seed
+
+    @functools.cached_property
+    def _without_precision(self) -> list[Observation]:
+        return [_forget_precision(observation) for observation in self._observations]
 
     def run(self, trial: Trial) -> Outcome:
         """Predicted seconds of the trial's test rows, and the regime of each."""
         learner = LEARNERS[trial.method]
-        if learner.blind and self._blind is None:
-            self._blind = [_forget_precision(seen) for seen in self._told]
-        seen = self._blind if learner.blind and self._blind is not None else self._told
-        train, test = [seen[i] for i in trial.rows.train], [seen[i] for i in trial.rows.test]
-        fitted = learner.predictor.fit(train, seed=self._seed)
+        rows = self._without_precision if learner.blind else self._observations
+        test = [rows[position] for position in trial.rows.test]
+        fitted = learner.predictor.fit([rows[position] for position in trial.rows.train], seed=self._seed)
         predicted = fitted.predict([observation.query for observation in test]).iteration_time_s
         return predicted, tuple(fitted.domain.regime_of(observation.setup).name for observation in test)
 
 
-def _forget_precision(seen: Observation) -> Observation:
-    """The same measurement described as fp32; as it is where the closed forms refuse that description."""
+def _forget_precision(observation: Observation) -> Observation:
+    """The same measurement described as fp32; unchanged where the closed forms refuse that description."""
     try:
-        return replace(seen, query=Query.of(replace(seen.setup, precision=parse_precision("fp32"))))
+        fp32 = replace(observation.setup, precision=parse_precision("fp32"))
+        return replace(observation, query=Query.of(fp32))
     except PrecisionTimeError:
-        return seen
+        return observation
 
 
 _bench: _Bench | None = None
 
 
 def _open_bench(observations: Sequence[Observation], seed: int) -> None:
-    """Give a worker process the rows, once for all its trials."""
+    """Store the rows in a worker process, once for all its trials."""
     global _bench
     _bench = _Bench(observations, seed=seed)
 
 
 def _run_at_bench(trial: Trial) -> Outcome:
     if _bench is None:
-        raise InputError("a worker has no rows", got=trial.split, expected="a pool opened with _open_bench")
+        raise InputError("a worker process has no rows", got=trial.split, expected="a pool opened with _open_bench")
     return _bench.run(trial)
 
 
@@ -140,10 +142,10 @@ def run_trials(
     processes: int,
     progress: Callable[[int, int], None] | None,
 ) -> list[Outcome]:
-    """The outcome of each trial, in their order; it does not depend on how many ``processes`` share them.
+    """The outcome of each trial, in their order; it does not depend on the number of ``processes``.
 
-    Several processes are spawned and given ``observations`` once each; one means this process. ``progress`` is called
-    with the trials done and all there are. Raises ``InputError`` below one process, and what ``fit`` raises.
+    Several processes are spawned and receive ``observations`` once each; one means this process. ``progress`` is called
+    with the number of finished and of all trials. Raises ``InputError`` below one process, and what ``fit`` raises.
     """
     if processes < 1:
         raise InputError("number of processes", got=processes, expected="at least 1")
@@ -159,7 +161,7 @@ def run_trials(
         for number, trial in enumerate(trials):
             keep(number, bench.run(trial))
     else:
-        # Spawned, since a fork of a process that holds threads (Arrow's, a progress bar's) may hang.
+        # Spawned, because a fork of a process with threads (Arrow's, a progress bar's) may hang.
         with ProcessPoolExecutor(
             min(processes, len(trials)),
             mp_context=multiprocessing.get_context("spawn"),

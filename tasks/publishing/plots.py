@@ -222,7 +222,7 @@ def _draw_gpus(measurements: Sequence[Measurement], apart: Sequence[Hashable]) -
             own.grid(axis="y", color="0.9")
             own.set_axisbelow(True)
         _add_legend(figure, axes)
-        drawn = _shrink(render_figure(figure, "png"))
+        drawn = _shrink(render_figure(figure))
     left = len(scaled) - MOST_PANELS
     return drawn, f"{left} more models and batches are in the table only." if left > 0 else ""
 
@@ -282,7 +282,7 @@ def _draw_speedup(measurements: Sequence[Measurement], apart: Sequence[Hashable]
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", frameon=False)
-        return _shrink(render_figure(figure, "png")), ""
+        return _shrink(render_figure(figure)), ""
 
 
 def _draw_accuracy(validation: Validation, precisions: Sequence[str]) -> bytes:
@@ -309,7 +309,7 @@ def _draw_accuracy(validation: Validation, precisions: Sequence[str]) -> bytes:
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
         _add_legend(figure, [axes])
-        return _shrink(render_figure(figure, "png"))
+        return _shrink(render_figure(figure))
 
 
 def _add_legend(figure: "Figure", panels: Sequence["Axes"]) -> None:

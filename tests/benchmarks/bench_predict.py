@@ -1,4 +1,4 @@
-"""How fast a prediction is, as ratios that hold on any machine; run: python tests/benchmarks/bench_predict.py
+"""Speed of a prediction, as ratios that hold on any machine; run: python tests/benchmarks/bench_predict.py
 
 Prints one JSON object. Ratios are medians of paired runs, so a busy machine moves both sides.
 """
@@ -60,7 +60,7 @@ def warm_prediction() -> dict[str, float]:
 
 
 def bulk_answers() -> dict[str, float]:
-    """Rows of the public table answered by the bundled artifact without XGBoost, over XGBoost on ready features."""
+    """Rows of the public table answered by the bundled artifact, over the trees alone of XGBoost on ready features."""
     import xgboost
 
     from precision_time.predictor.answering.answers import answer_queries
@@ -70,11 +70,12 @@ def bulk_answers() -> dict[str, float]:
     from precision_time.predictor.rows.public_table import load_public_table
 
     observations, _ = observe_table(load_public_table().kept)
-    setups = [seen.setup for seen in observations[::4]]
+    rows = observations[::4]
+    setups = [row.setup for row in rows]
     published = load_bundled()
     queries = [Query.of(setup) for setup in setups]
     matrix = feature_matrix([query.row for query in queries], SETUP_FEATURES)
-    residual = np.log([seen.measurement.iteration_time_s / seen.closed.iteration_time_s for seen in observations[::4]])
+    residual = np.log([row.measurement.iteration_time_s / row.closed.iteration_time_s for row in rows])
     booster = xgboost.train({"max_depth": 6, "nthread": 1}, xgboost.DMatrix(matrix, residual), num_boost_round=1100)
     whole = paired_ratio(
         lambda: timed(lambda: answer_queries([Query.of(setup) for setup in setups], published=published), repeat=1),

@@ -1,9 +1,8 @@
-"""How fast and small the flat trees are, beside XGBoost and a masked walk; run: python tests/benchmarks/bench_trees.py
+"""Speed and size of the flat trees, beside XGBoost and a masked walk; run: python tests/benchmarks/bench_trees.py
 
 Prints one JSON object for 600 trees of depth 6 on 40 features, one thread. Each time is a median of paired runs, and
-each ratio is ours over the reference. The masked walk is how trees were evaluated before leaves became their own
-children: at each level it looks up both children, asks every cell whether it is missing, and holds the rows that have
-arrived by a mask.
+each ratio is ours over the reference. The masked walk evaluates trees whose leaves are not their own children: at each
+level it looks up both children, tests every cell for a missing value, and masks the rows that have reached a leaf.
 """
 
 import json
@@ -23,7 +22,7 @@ FEATURES = 40
 
 
 def train() -> tuple[xgboost.Booster, npt.NDArray[np.float32]]:
-    """A model with noise enough to grow full trees, and its rows; half of the columns hold whole numbers."""
+    """A model with enough noise to grow full trees, and its rows; half of the columns hold whole numbers."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(4000, FEATURES)).astype(np.float32)
     rows[:, 20:] = np.round(rows[:, 20:] * 2)
@@ -73,7 +72,7 @@ def measure() -> dict[str, object]:
             return timed(lambda: forest.predict(some), repeat=repeat)
 
         def theirs(some: npt.NDArray[np.float32] = some, repeat: int = repeat) -> float:
-            # A new matrix each time: a booster remembers its answers to one it has seen.
+            # A new matrix each time: a booster caches its answers to a known matrix.
             return timed(lambda: booster.predict(xgboost.DMatrix(some, nthread=1)), repeat=repeat)
 
         def masked(some: npt.NDArray[np.float32] = some, repeat: int = repeat) -> float:
@@ -81,7 +80,7 @@ def measure() -> dict[str, object]:
 
         results[f"predict_{count}_over_xgboost"] = paired_ratio(ours, theirs, pairs=5)
         results[f"predict_{count}_over_masked_walk"] = paired_ratio(ours, masked, pairs=5)
-    path_contributions(forest, rows[:1])  # what is prepared once is not part of an answer
+    path_contributions(forest, rows[:1])  # preparation, once for all answers
     first = xgboost.DMatrix(rows[:1], nthread=1)
     results["path_contributions_1_over_xgboost"] = paired_ratio(
         lambda: timed(lambda: path_contributions(forest, rows[:1]), repeat=10),

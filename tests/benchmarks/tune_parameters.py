@@ -2,9 +2,9 @@
 
 Run: python tests/benchmarks/tune_parameters.py [TRIALS]
 
-Needs Optuna (not a dependency of the package). Only networks of the tuning half are read, those whose name has an
-even CRC-32, so that figures on the other half were never tuned on. The loss is the mean absolute log error over
-five splits, each with three folds.
+Needs Optuna (not a dependency of the package). Only networks of the tuning half are used, those whose name has an even
+CRC-32, so that no parameter is tuned on the other half. The loss is the mean absolute log error over five splits, each
+with three folds.
 """
 
 import sys
@@ -25,21 +25,19 @@ FOLDS = 3
 SEED = 1
 
 
-def in_tuning_half(seen: Observation) -> bool:
+def in_tuning_half(observation: Observation) -> bool:
     """Whether the network of a row may be tuned on."""
-    return zlib.crc32(seen.network.encode()) % 2 == 0
+    return zlib.crc32(observation.network.encode()) % 2 == 0
 
 
 def main(trials: int) -> None:
     """Search, and print the best parameters as TOML."""
     observations, _ = observe_table(load_public_table().kept)
-    rows = [seen for seen in observations if in_tuning_half(seen)]
-    matrix = feature_matrix([seen.query.row for seen in rows], SETUP_FEATURES)
-    residual = np.log([seen.measurement.iteration_time_s / seen.closed.iteration_time_s for seen in rows])
+    rows = [observation for observation in observations if in_tuning_half(observation)]
+    matrix = feature_matrix([row.query.row for row in rows], SETUP_FEATURES)
+    residual = np.log([row.measurement.iteration_time_s / row.closed.iteration_time_s for row in rows])
     weights = weigh_rows(rows)
-    folds = [
-        split_by_group([SPLITS[name].group(seen) for seen in rows], folds=FOLDS, seed=SEED) for name in TUNED_SPLITS
-    ]
+    folds = [split_by_group([SPLITS[name].group(row) for row in rows], folds=FOLDS, seed=SEED) for name in TUNED_SPLITS]
     print(f"{len(rows)} rows of {len(observations)}", flush=True)
 
     def loss(trial: optuna.Trial) -> float:
@@ -57,12 +55,10 @@ def main(trials: int) -> None:
         for split, numbers in zip(TUNED_SPLITS, folds, strict=True):
             of_split = []
             for number in range(FOLDS):
-                taught = numbers != number
-                model = boost(
-                    matrix[taught], residual[taught], parameters=parameters, seed=SEED, weights=weights[taught]
-                )
-                predicted = flatten_xgboost(model, keep_cover=False).predict(matrix[~taught])
-                of_split.append(np.abs(residual[~taught] - predicted))
+                train = numbers != number
+                model = boost(matrix[train], residual[train], parameters=parameters, seed=SEED, weights=weights[train])
+                predicted = flatten_xgboost(model, keep_cover=False).predict(matrix[~train])
+                of_split.append(np.abs(residual[~train] - predicted))
             errors.append(float(np.concatenate(of_split).mean()))
             trial.set_user_attr(split, errors[-1])
             trial.report(float(np.mean(errors)), len(errors))

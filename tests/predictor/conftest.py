@@ -1,4 +1,4 @@
-"""A made-up world large enough for a model of whole iterations, whose truth is known."""
+"""A made-up world with known times, large enough for a model of whole iterations, and a test without a registry."""
 
 import dataclasses
 import itertools
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from precision_time.predictor.answering.artifact import load_artifact
-from precision_time.predictor.learning import blending
-from precision_time.predictor.learning import boosting as learner
+from precision_time.predictor.learning import blending, boosting
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.storage.schema import Measurement
@@ -64,20 +63,19 @@ def make_world() -> MakeWorld:
                 models, gpus, precisions, batches, world_sizes
             )
         ]
-        made = []
-        for seen in observe(bare):
-            took_s = seen.closed.iteration_time_s * factor(seen.measurement) * math.exp(rng.gauss(0, noise))
-            made.append(
-                dataclasses.replace(seen, measurement=dataclasses.replace(seen.measurement, iteration_time_s=took_s))
-            )
-        return made
+        world = []
+        for row in observe(bare):
+            time_s = row.closed.iteration_time_s * factor(row.measurement) * math.exp(rng.gauss(0, noise))
+            measurement = dataclasses.replace(row.measurement, iteration_time_s=time_s)
+            world.append(dataclasses.replace(row, measurement=measurement))
+        return world
 
     return make
 
 
 def _fit_fast(patch: pytest.MonkeyPatch) -> None:
     quick = {"rounds": 30, "max_depth": 5, "eta": 0.3, "min_child_weight": 1.0, "lambda": 1.0}
-    patch.setattr(learner, "_tuned", lambda: {"few": quick, "many": quick})
+    patch.setattr(boosting, "_tuned", lambda: {"few": quick, "many": quick})
     patch.setattr(blending, "_ROUNDS", 20)
 
 
@@ -89,7 +87,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def many_rows(make_world: MakeWorld) -> list[Observation]:
-    """1,440 rows that tell whole iterations: 1.5 times the closed form in fp32, 2.5 times in amp_fp16."""
+    """1,440 rows of whole iterations: 1.5 times the closed form in fp32, 2.5 times in amp_fp16."""
     return make_world(lambda measured: 1.5 if measured.precision == "fp32" else 2.5)
 
 
@@ -103,7 +101,7 @@ def large_predictor(many_rows: list[Observation]) -> HierarchicalPredictor:
 
 @pytest.fixture(autouse=True)
 def _no_bundle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without a registry the closed forms answer here; tests of what ships carry the mark ``bundle``."""
+    """The closed forms answer without a registry; tests of the shipped artifact have the mark ``bundle``."""
     if "bundle" not in request.keywords:
         monkeypatch.setattr("precision_time.predictor.answering.artifact.BUNDLE", tmp_path / "no-bundle")
 

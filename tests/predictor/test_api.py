@@ -1,4 +1,4 @@
-"""predict_time answers on a bare install, from an artifact when there is one, and says which and why."""
+"""predict_time answers from the closed forms or from an artifact, and gives its reasons."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ def test_the_call_of_the_readme_answers_without_an_artifact() -> None:
     assert estimate.global_batch_size == 2048
     assert estimate.artifact_id is None
     assert estimate.low_s < estimate.iteration_time_s < estimate.high_s
-    # ResNet-50 at 256 images takes an A100 something between a tenth of a second and half a second
+    # a step of ResNet-50 on 256 images takes between about a tenth of a second and half a second on an A100
     assert 0.05 < estimate.iteration_time_s < 0.8
     assert any("assumed A100" in reason for reason in estimate.reasons)
     assert any("closed forms" in reason for reason in estimate.reasons)
@@ -55,7 +55,7 @@ def test_an_artifact_answers_for_the_hardware_it_was_trained_on(registry, measur
     assert parts == pytest.approx(estimate.iteration_time_s)
 
 
-def test_other_hardware_is_answered_by_the_closed_forms_and_said_so(registry) -> None:
+def test_the_closed_forms_answer_for_other_hardware_and_the_reasons_say_so(registry) -> None:
     bare = predict_time("mlp", "fp32", batch_size=16, gpu="H100-SXM5-80GB")
     estimate = predict_time("mlp", "fp32", batch_size=16, gpu="H100-SXM5-80GB", artifact=f"{registry}/default")
     assert estimate.artifact_id is None
@@ -72,14 +72,14 @@ def test_an_unseen_model_gets_the_wider_interval_of_its_regime(registry) -> None
 
 
 @pytest.mark.parametrize("gap", [{"batch_size": 4096}, {"precision": "tf32"}, {"gradient_accumulation_steps": 8}])
-def test_a_question_that_no_split_resembles_gets_the_widest_interval_and_says_so(registry, gap: dict) -> None:
+def test_a_question_with_a_further_gap_gets_the_widest_interval_and_the_reasons_say_so(registry, gap: dict) -> None:
     question = {"model": "mlp", "precision": "fp32", "batch_size": 16} | gap
     estimate = predict_time(**question, artifact=f"{registry}/default")
     assert math.log(estimate.high_s / estimate.iteration_time_s) == pytest.approx(math.log(2.5))
     assert any("widest" in reason for reason in estimate.reasons)
 
 
-def test_strict_refuses_what_the_artifact_never_saw(registry) -> None:
+def test_strict_refuses_questions_outside_the_training_data(registry) -> None:
     predict_time("mlp", "fp32", batch_size=16, artifact=f"{registry}/default", strict=True)
     for question in (
         {"model": "gpt2_mini"},
@@ -107,7 +107,7 @@ def test_the_environment_names_the_registry_or_the_artifact(registry, monkeypatc
     assert predict_time("mlp", "fp32", batch_size=16).artifact_id == "default@1"
 
 
-def test_a_registry_without_a_default_is_said_and_a_named_artifact_must_exist(tmp_path, monkeypatch) -> None:
+def test_a_registry_without_a_default_is_a_reason_and_a_named_artifact_must_exist(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PRECISION_TIME_REGISTRY", str(tmp_path))
     estimate = predict_time("mlp", "fp32", batch_size=16)
     assert any("holds no artifact called 'default'" in reason for reason in estimate.reasons)
@@ -115,7 +115,7 @@ def test_a_registry_without_a_default_is_said_and_a_named_artifact_must_exist(tm
         predict_time("mlp", "fp32", batch_size=16, artifact=f"{tmp_path}/other@champion")
 
 
-def test_a_changed_byte_is_refused_and_never_answers(registry, tmp_path) -> None:
+def test_an_artifact_with_a_changed_byte_is_refused(registry, tmp_path) -> None:
     import shutil
 
     copy = tmp_path / "copy"
@@ -169,7 +169,7 @@ def test_job_totals_count_steps_or_epochs_and_multiply() -> None:
         ({"precision": True}, "precision"),
     ],
 )
-def test_a_number_that_makes_no_sense_is_refused_by_name(job: dict, says: str) -> None:
+def test_an_impossible_argument_is_refused_by_name(job: dict, says: str) -> None:
     with pytest.raises(InputError, match=says):
         predict_time(**({"model": "resnet50", "precision": "fp32", "batch_size": 32} | job))
 
@@ -182,7 +182,7 @@ def test_a_number_that_makes_no_sense_is_refused_by_name(job: dict, says: str) -
         ({"gpu": "A10O-SXM4-80GB"}, "A100-SXM4-80GB"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(job: dict, offers: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_names(job: dict, offers: str) -> None:
     with pytest.raises(UnknownNameError, match=offers) as caught:
         predict_time(**({"model": "resnet50", "precision": "fp32", "batch_size": 32} | job))
     assert len(caught.value.nearest) == 3
@@ -193,7 +193,7 @@ def test_a_precision_the_device_lacks_is_refused_by_name() -> None:
         predict_time("resnet50", "bf16-mixed", batch_size=32, gpu="V100-SXM2-16GB")
 
 
-def test_the_network_between_nodes_decides_whether_a_second_node_pays() -> None:
+def test_a_second_node_is_faster_per_sample_only_with_a_fast_network() -> None:
     def per_sample(network: str, gpus: int) -> float:
         estimate = predict_time(
             "bert_base", "amp_fp16", batch_size=4, gpus=gpus, gpu="V100-SXM2-16GB", network_bandwidth=network
@@ -206,7 +206,7 @@ def test_the_network_between_nodes_decides_whether_a_second_node_pays() -> None:
         per_sample("25", 16)
 
 
-def test_a_device_of_ones_own_file_is_answered_for(tmp_path) -> None:
+def test_a_device_from_a_hardware_file_is_known(tmp_path) -> None:
     figures = {
         "memory_bytes": 24_000_000_000, "memory_bytes_per_s": 1e12, "gpus_per_node": 4, "link_bytes_per_s": 31.5e9,
         "network_bytes_per_s": 12.5e9, "all_reduce_latency_s": 50e-6, "launch_overhead_s": 6e-6,

@@ -1,4 +1,4 @@
-"""``precision-time predict``: each option reaches the prediction, and the answer is told to people and to programs."""
+"""``precision-time predict``: each option reaches the prediction, and the answer is printed as text or as JSON."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,14 @@ from precision_time import predict_time
 from precision_time.__main__ import run
 from precision_time.predictor import api
 
-ASKED = ["predict", "--model", "llama2_7b", "--precision", "bf16", "--batch-size", "2"]
+QUESTION = ["predict", "--model", "llama2_7b", "--precision", "bf16", "--batch-size", "2"]
 
 
 pytestmark = pytest.mark.usefixtures("nothing_published")
 
 
 def ask(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    assert run([*ASKED, *options, "--json"]) == 0
+    assert run([*QUESTION, *options, "--json"]) == 0
     return dict(json.loads(capsys.readouterr().out))
 
 
@@ -28,7 +28,7 @@ def test_the_command_answers_as_the_call_does(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "changes"),
     [
         (["--strategy", "tp4-pp2"], {"strategy": "tp4-pp2"}),
         (["--task-input", "1024"], {"task_input": "1024"}),
@@ -51,31 +51,26 @@ def test_the_command_answers_as_the_call_does(capsys: pytest.CaptureFixture[str]
         (["--refresh"], {"refresh": True}),
     ],
 )
-def test_an_option_tells_the_call_what_it_says_and_nothing_else(
-    options: list[str], told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_an_option_changes_its_own_arguments_of_the_call_and_no_others(
+    options: list[str], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[dict[str, Any]] = []
-    real = predict_time("llama2_7b", "bf16", batch_size=2)
-
-    def overhear(**facts: Any) -> object:
-        heard.append(facts)
-        return real
-
-    monkeypatch.setattr(api, "predict_time", overhear)
-    assert run(ASKED) == 0
-    assert run([*ASKED, *options]) == 0
-    plain, changed = heard
-    assert {name: value for name, value in changed.items() if value != plain[name]} == told
+    calls: list[dict[str, Any]] = []
+    estimate = predict_time("llama2_7b", "bf16", batch_size=2)
+    monkeypatch.setattr(api, "predict_time", lambda **arguments: calls.append(arguments) or estimate)
+    assert run(QUESTION) == 0
+    assert run([*QUESTION, *options]) == 0
+    plain, changed = calls
+    assert {name: value for name, value in changed.items() if value != plain[name]} == changes
 
 
-def test_what_is_not_said_is_as_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: dict[str, Any] = {}
-    real = predict_time("llama2_7b", "bf16", batch_size=2)
-    monkeypatch.setattr(api, "predict_time", lambda **facts: heard.update(facts) or real)
-    assert run(ASKED) == 0
+def test_an_option_that_is_left_out_has_the_default_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, Any] = {}
+    estimate = predict_time("llama2_7b", "bf16", batch_size=2)
+    monkeypatch.setattr(api, "predict_time", lambda **given: arguments.update(given) or estimate)
+    assert run(QUESTION) == 0
     # a loss is a function, which no option can be
-    usual = {name: value for name, value in predict_time.__kwdefaults__.items() if name != "loss"}
-    assert {name: value for name, value in heard.items() if name in usual} == usual
+    defaults = {name: value for name, value in predict_time.__kwdefaults__.items() if name != "loss"}
+    assert {name: value for name, value in arguments.items() if name in defaults} == defaults
 
 
 def test_a_layout_its_input_and_its_checkpointing_change_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,30 +85,30 @@ def test_a_layout_its_input_and_its_checkpointing_change_the_answer(capsys: pyte
     assert full["explanation"]["closed_form_s"]["recomputation"] > 0
 
 
-def test_people_read_the_closed_form_by_part_where_they_ask_for_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*ASKED, "--explain"]) == 0
+def test_explain_prints_the_closed_form_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*QUESTION, "--explain"]) == 0
     shown = capsys.readouterr().out
     assert "closed form" in shown
     assert "forward" in shown
     assert "the closed forms" in shown
-    assert run(ASKED) == 0
+    assert run(QUESTION) == 0
     assert "backward" not in capsys.readouterr().out
 
 
-def test_unknown_checkpointing_is_answered_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*ASKED, "--activation-checkpointing", "some"]) == 2
-    told = capsys.readouterr().err
-    assert all(choice in told for choice in ("none", "selective", "full"))
+def test_unknown_checkpointing_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*QUESTION, "--activation-checkpointing", "some"]) == 2
+    error = capsys.readouterr().err
+    assert all(choice in error for choice in ("none", "selective", "full"))
 
 
-def test_strict_ends_with_its_own_code_outside_the_data(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*ASKED, "--strict"]) == 6
+def test_strict_has_an_exit_code_of_its_own_outside_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*QUESTION, "--strict"]) == 6
     assert "outside the training data" in capsys.readouterr().err
 
 
-def test_sizes_alone_are_a_model_and_nothing_at_all_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["predict", "--precision", "fp32", "--batch-size", "8", "--json"]
-    assert run([*asked, "--params", "25.6M", "--forward-flops", "8.2G"]) == 0
+def test_sizes_alone_are_a_model_and_a_model_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    question = ["predict", "--precision", "fp32", "--batch-size", "8", "--json"]
+    assert run([*question, "--params", "25.6M", "--forward-flops", "8.2G"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "my model"
-    assert run(asked) == 2
+    assert run(question) == 2
     assert "no model was given" in capsys.readouterr().err

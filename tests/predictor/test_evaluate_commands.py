@@ -1,4 +1,4 @@
-"""The command evaluate: what it prints where, what it refuses, and that --cv shows the figures of every split."""
+"""The command evaluate: its output, its refusals, and that --cv shows the errors of every split."""
 
 import json
 from collections.abc import Callable
@@ -14,8 +14,7 @@ from precision_time.__main__ import run
 from precision_time.predictor import evaluate_commands
 from precision_time.predictor.answering import artifact
 from precision_time.predictor.rows.public_table import PublicTable, load_public_table
-from precision_time.predictor.scoring import cross_validation as accuracy
-from precision_time.predictor.scoring import evaluation
+from precision_time.predictor.scoring import cross_validation, evaluate_tables
 from precision_time.predictor.scoring.cross_validation import METHODS, CrossValidation
 from precision_time.storage.errors import NotFoundError
 
@@ -67,9 +66,7 @@ def error(arguments: list[str], capsys: Capture) -> str:
     return err
 
 
-def test_measurements_as_json_are_one_object_with_every_row_accounted_for(
-    table: Callable[..., str], capsys: Capture
-) -> None:
+def test_measurements_as_json_are_one_object_that_counts_every_row(table: Callable[..., str], capsys: Capture) -> None:
     path = table(ROW, ROW.replace("0.1,x", "0.2,"), "resnet50,?,8,fp32,ddp,1,1,y")
     result = answer(["evaluate", "--measurements", path, "--by", "team, precision", "--by", "kind"], capsys)
     assert list(result) == ["rows", "predicted", "refused", "overall", "by"]
@@ -81,7 +78,7 @@ def test_measurements_as_json_are_one_object_with_every_row_accounted_for(
     assert set(result["by"]["team"]["x"]) == SCORES
 
 
-def test_measurements_for_people_are_a_table_and_the_refusals(table: Callable[..., str], capsys: Capture) -> None:
+def test_measurements_are_printed_as_a_table_with_the_refusals(table: Callable[..., str], capsys: Capture) -> None:
     path = table(ROW, ROW.replace(",x", ",[red]\x1b[31m"), ROW.replace("resnet50", "nobodys-net"))
     assert run(["evaluate", "--measurements", path, "--by", "team"]) == 0
     out = capsys.readouterr().out
@@ -108,26 +105,26 @@ def test_only_the_largest_groups_of_a_long_column_are_shown(
     }  # fmt: skip
 
 
-def test_clean_leaves_doubtful_rows_out(table: Callable[..., str], capsys: Capture) -> None:
+def test_clean_leaves_out_rows_in_doubt(table: Callable[..., str], capsys: Capture) -> None:
     arguments = ["evaluate", "--measurements", table(ROW, ROW)]
     assert answer(arguments, capsys)["predicted"] == 2
     assert answer([*arguments, "--clean"], capsys)["refused"] == {"exact repeat": 1}
 
 
-def test_the_artifact_that_is_named_answers_else_the_one_that_predict_would_ask(
+def test_the_named_artifact_answers_or_else_that_of_predict(
     table: Callable[..., str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[object] = []
-    predict_table = evaluation.predict_table
+    calls: list[object] = []
+    predict_table = evaluate_tables.predict_table
 
     def remember(path: str, *, published: Any, by: Any, clean: bool) -> Any:
-        asked.append(published)
+        calls.append(published)
         return predict_table(path, published=None, by=by, clean=clean)
 
     def make(name: str) -> SimpleNamespace:
         return SimpleNamespace(manifest=SimpleNamespace(artifact_id=name))
 
-    monkeypatch.setattr(evaluation, "predict_table", remember)
+    monkeypatch.setattr(evaluate_tables, "predict_table", remember)
     monkeypatch.setattr(artifact, "load_artifact", make)
     monkeypatch.setattr(
         artifact, "standing_artifact", lambda: artifact.StandingArtifact(make("standing@1"), "it stands")
@@ -136,7 +133,7 @@ def test_the_artifact_that_is_named_answers_else_the_one_that_predict_would_ask(
     assert "1 of 1 rows predicted by mine@3" in capsys.readouterr().out
     assert run(["evaluate", "--measurements", table(ROW)]) == 0
     assert "1 of 1 rows predicted by standing@1" in capsys.readouterr().out
-    assert len(asked) == 2
+    assert len(calls) == 2
 
 
 def test_collectives_are_scored_by_the_network_model(curves: str, capsys: Capture) -> None:
@@ -169,7 +166,7 @@ def test_collectives_are_scored_by_the_network_model(curves: str, capsys: Captur
         (["--measurements", "nowhere.csv"], ["nowhere.csv"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_scored_is_an_error_of_one_line(
+def test_wrong_options_and_files_are_errors_of_one_line(
     arguments: list[str], texts: list[str], table: Callable[..., str], capsys: Capture
 ) -> None:
     path = table(ROW)
@@ -182,7 +179,7 @@ def test_a_table_without_rows_is_an_error(table: Callable[..., str], capsys: Cap
     assert "has no rows" in error(["evaluate", "--measurements", table()], capsys)
 
 
-def test_an_artifact_that_is_not_there_is_an_error(table: Callable[..., str], tmp_path: Path, capsys: Capture) -> None:
+def test_a_missing_artifact_is_an_error(table: Callable[..., str], tmp_path: Path, capsys: Capture) -> None:
     reference = f"{tmp_path}/registry/default"
     with pytest.raises(NotFoundError):
         artifact.load_artifact(reference)
@@ -191,13 +188,13 @@ def test_an_artifact_that_is_not_there_is_an_error(table: Callable[..., str], tm
 
 @pytest.fixture
 def quick_cross_validation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Cross-validation that trains nothing, on a few rows of the table; returns how many rows each call was given."""
-    given: list[int] = []
+    """Cross-validation that trains nothing, on a few rows of the table; returns the number of rows of each call."""
+    row_counts: list[int] = []
     kept = load_public_table().kept.head(400)
 
     def cross_validate_all(observations: list[Any], *, progress: Callable[[int, int], None]) -> dict[str, Any]:
-        given.append(len(observations))
-        measured = np.array([seen.measurement.iteration_time_s for seen in observations])
+        row_counts.append(len(observations))
+        measured = np.array([observation.measurement.iteration_time_s for observation in observations])
         progress(1, 2)
         return {
             split: CrossValidation(
@@ -216,11 +213,11 @@ def quick_cross_validation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         "precision_time.predictor.rows.public_table.load_public_table", lambda: PublicTable(kept, pd.DataFrame())
     )
-    monkeypatch.setattr(accuracy, "cross_validate_all", cross_validate_all)
-    return given
+    monkeypatch.setattr(cross_validation, "cross_validate_all", cross_validate_all)
+    return row_counts
 
 
-def test_cross_validation_as_json_is_split_method_score(quick_cross_validation: list[int], capsys: Capture) -> None:
+def test_cross_validation_as_json_is_scores_by_split(quick_cross_validation: list[int], capsys: Capture) -> None:
     assert run(["evaluate", "--cv", "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
@@ -232,7 +229,7 @@ def test_cross_validation_as_json_is_split_method_score(quick_cross_validation: 
     assert "1 of 2 fits" in err
 
 
-def test_cross_validation_for_people_is_a_table_with_goals(quick_cross_validation: list[int], capsys: Capture) -> None:
+def test_cross_validation_is_printed_as_a_table_with_goals(quick_cross_validation: list[int], capsys: Capture) -> None:
     assert run(["evaluate", "--cv"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("| split")
@@ -240,7 +237,7 @@ def test_cross_validation_for_people_is_a_table_with_goals(quick_cross_validatio
     assert str(quick_cross_validation[0]) in out
 
 
-def test_plots_of_a_file_are_drawn_beside_the_figures(
+def test_plots_of_a_file_are_drawn_beside_its_scores(
     table: Callable[..., str], tmp_path: Path, capsys: Capture
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -252,7 +249,7 @@ def test_plots_of_a_file_are_drawn_beside_the_figures(
     assert f"drawn: {tmp_path}/plots/predicted.png" in err
 
 
-def test_where_nothing_was_predicted_nothing_is_drawn_and_said_so(
+def test_without_predicted_rows_nothing_is_drawn_and_stderr_says_so(
     table: Callable[..., str], tmp_path: Path, capsys: Capture
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -273,7 +270,7 @@ def test_a_folder_for_plots_that_cannot_be_used_stops_before_the_work(
     assert not quick_cross_validation
 
 
-def test_cross_validation_draws_both_pictures_of_every_split(
+def test_cross_validation_draws_both_plots_of_every_split(
     quick_cross_validation: list[int], tmp_path: Path, capsys: Capture
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -287,7 +284,7 @@ def test_cross_validation_draws_both_pictures_of_every_split(
     assert err.count("drawn: ") == len(names)
 
 
-def test_the_worst_groups_are_listed_only_when_asked_for(quick_cross_validation: list[int], capsys: Capture) -> None:
+def test_the_worst_groups_are_listed_only_on_request(quick_cross_validation: list[int], capsys: Capture) -> None:
     assert run(["evaluate", "--cv"]) == 0
     assert "worst groups" not in capsys.readouterr().out
     assert run(["evaluate", "--cv", "--worst", "2"]) == 0
@@ -297,14 +294,14 @@ def test_the_worst_groups_are_listed_only_when_asked_for(quick_cross_validation:
     assert 1 <= len(lines) <= 2
     assert "of all error" in worst
     assert "worst" not in answer(["evaluate", "--cv"], capsys)
-    told = answer(["evaluate", "--cv", "--worst", "2"], capsys)["worst"]
-    assert told["split"] == "configuration"
-    assert len(told["groups"]) == len(lines)
-    assert {"source", "network", "gpu", "n", "mape", "bias", "error_share"} <= set(told["groups"][0])
-    assert all(group["n"] >= 5 for group in told["groups"])
+    listed = answer(["evaluate", "--cv", "--worst", "2"], capsys)["worst"]
+    assert listed["split"] == "configuration"
+    assert len(listed["groups"]) == len(lines)
+    assert {"source", "network", "gpu", "n", "mape", "bias", "error_share"} <= set(listed["groups"][0])
+    assert all(group["n"] >= 5 for group in listed["groups"])
 
 
-def test_plots_of_an_artifacts_answers_measure_from_what_it_was_trained_on(
+def test_plots_of_an_artifact_measure_distances_from_its_training_data(
     table: Callable[..., str], tmp_path: Path, measure: Any, publish_made_up: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -312,7 +309,7 @@ def test_plots_of_an_artifacts_answers_measure_from_what_it_was_trained_on(
 
     publish_made_up(f"{tmp_path}/registry", measure(models=("resnet50",)))
     drawn: list[plots.PredictedRows] = []
-    monkeypatch.setattr(plots, "plot_distance", lambda rows, form: drawn.append(rows) or b"")
+    monkeypatch.setattr(plots, "plot_distance", lambda rows: drawn.append(rows) or b"")
     arguments = ["--artifact", f"{tmp_path}/registry/default", "--plots", f"{tmp_path}/plots"]
     assert run(["evaluate", "--measurements", table(ROW), *arguments]) == 0
     batches, worlds = drawn[0].steps.values()

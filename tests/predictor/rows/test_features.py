@@ -1,4 +1,4 @@
-"""The feature row: the columns that are named, in their order, each a number or nothing."""
+"""The feature row: its columns in their order, each a number or NaN."""
 
 import dataclasses
 import math
@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precision_time.predictor.answering.artifact import load_bundled
 from precision_time.predictor.rows.features import (
     CLOSED_FORM_FEATURES,
     FEATURE_GROUPS,
     SETUP_FEATURES,
+    WALK_FEATURES,
     Query,
+    describe_walk,
     feature_matrix,
 )
-from precision_time.predictor.rows.walk_features import WALK_FEATURES, describe_walk
 from precision_time.predictor.setup.hardware import find_hardware, supported_precisions
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism, parse_parallelism
@@ -27,17 +29,17 @@ from precision_time.predictor.workloads.workload import find_workload
 MODELS = ("resnet50", "mlp", "bert_base", "llama2_7b", "mixtral_8x7b", "gnmt", "dlrm_small", "hifigan", "unet3d")
 
 
-def setup(
-    model: str = "resnet50", *, gpu: str = "A100-SXM4-80GB", precision: str = "fp32", **told: Any
+def make_setup(
+    model: str = "resnet50", *, gpu: str = "A100-SXM4-80GB", precision: str = "fp32", **changes: Any
 ) -> TrainingSetup:
-    usual: dict[str, Any] = {"world_size": 1, "nodes": 1, "batch_size": 16}
+    values: dict[str, Any] = {"world_size": 1, "nodes": 1, "batch_size": 16} | changes
     return TrainingSetup(
-        workload=find_workload(model), hardware=find_hardware(gpu), precision=parse_precision(precision), **usual | told
+        workload=find_workload(model), hardware=find_hardware(gpu), precision=parse_precision(precision), **values
     )
 
 
-def row(*positional: str, **told: Any) -> dict[str, float]:
-    return Query.of(setup(*positional, **told)).row
+def describe(*positional: str, **changes: Any) -> dict[str, float]:
+    return Query.of(make_setup(*positional, **changes)).row
 
 
 implementations = st.builds(
@@ -54,6 +56,7 @@ implementations = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     model=st.sampled_from(MODELS),
     gpu=st.sampled_from(["A100-SXM4-80GB", "P100-PCIe-16GB", "GB200-186GB", "cpu"]),
@@ -72,7 +75,7 @@ def test_every_setup_has_every_column_in_order_and_each_is_a_number_or_missing(
     supported = sorted(supported_precisions(find_hardware(gpu)))
     if strategy == "tp2-pp2-fsdp2":
         world_size = 8
-    described = row(
+    row = describe(
         model,
         gpu=gpu,
         precision=supported[choice % len(supported)],
@@ -83,27 +86,33 @@ def test_every_setup_has_every_column_in_order_and_each_is_a_number_or_missing(
         parallelism=parse_parallelism(strategy, world_size=world_size),
         implementation=implementation,
     )
-    assert tuple(described) == SETUP_FEATURES
-    assert not any(math.isinf(value) for value in described.values())
-    assert all(isinstance(value, float) for value in described.values())
-    assert math.isfinite(described["log_closed_s"])
+    assert tuple(row) == SETUP_FEATURES
+    assert not any(math.isinf(value) for value in row.values())
+    assert all(isinstance(value, float) for value in row.values())
+    assert math.isfinite(row["log_closed_s"])
 
 
-def test_one_rank_has_all_but_what_it_lacks() -> None:
-    missing = {name for name, value in row().items() if math.isnan(value)}
+def test_one_rank_lacks_only_the_columns_between_ranks_and_unknown_facts() -> None:
+    missing = {name for name, value in describe().items() if math.isnan(value)}
     between_ranks = {"log_closed_communication_s", "closed_exposed_share", "log_message_bytes", "log_link_bytes_per_s",
                      "log_network_bytes_per_s", "bucket_count"}  # fmt: skip
     assert between_ranks <= missing
-    # nobody said how the script was written
+    # the options of the script are unknown
     assert {"software_year", "channels_last", "compiled", "checkpointing", "flash_attention"} <= missing
-    # a convolutional network has neither layers nor a width of its own
+    # a convolutional network has no number of layers and no hidden size
     assert {"log_layers", "log_hidden_size"} <= missing
-    eight = row(world_size=8)
+    eight = describe(world_size=8)
     assert all(math.isfinite(eight[name]) for name in between_ranks - {"log_network_bytes_per_s"})
-    assert math.isfinite(row(world_size=16, nodes=2)["log_network_bytes_per_s"])
+    assert math.isfinite(describe(world_size=16, nodes=2)["log_network_bytes_per_s"])
 
 
-def test_the_groups_divide_the_columns_among_them() -> None:
+@pytest.mark.bundle
+def test_the_shipped_trees_read_these_columns_in_this_order() -> None:
+    shipped = load_bundled().manifest.feature_names
+    assert (shipped["total"], shipped["compute"]) == (list(SETUP_FEATURES), list(SETUP_FEATURES))
+
+
+def test_every_column_is_in_exactly_one_group() -> None:
     names = [name for members in FEATURE_GROUPS.values() for name in members]
     assert sorted(names) == sorted(SETUP_FEATURES)
     assert len(set(SETUP_FEATURES)) == len(SETUP_FEATURES)
@@ -123,12 +132,12 @@ def test_the_groups_divide_the_columns_among_them() -> None:
         ("closed form", {"log_operation_roofline_s", "log_launch_over_roofline"}),
     ],
 )
-def test_columns_are_told_under_what_they_are_about(group: str, members: set[str]) -> None:
+def test_columns_are_in_the_group_that_they_describe(group: str, members: set[str]) -> None:
     assert members <= FEATURE_GROUPS[group]
 
 
 def test_times_and_sizes_are_natural_logs() -> None:
-    query = Query.of(setup(precision="amp_fp16", world_size=8, gradient_accumulation_steps=4))
+    query = Query.of(make_setup(precision="amp_fp16", world_size=8, gradient_accumulation_steps=4))
     work, closed = query.setup.workload, query.closed
     expected = {
         "log_closed_s": math.log(closed.iteration_time_s),
@@ -154,19 +163,19 @@ def test_times_and_sizes_are_natural_logs() -> None:
     assert {name: query.row[name] for name in expected} == pytest.approx(expected)
 
 
-def test_a_walked_network_has_the_columns_of_its_walk_for_the_batch_and_device_at_hand() -> None:
-    asked = setup(precision="amp_fp16", batch_size=48)
-    walked = describe_walk(asked.workload.walks, asked.hardware, asked.precision, samples=48)
-    told = Query.of(asked).row
-    assert {name: told[name] for name in WALK_FEATURES} == walked
+def test_a_walked_network_has_the_columns_of_its_walk_for_its_batch_and_device() -> None:
+    setup = make_setup(precision="amp_fp16", batch_size=48)
+    walked = describe_walk(setup.workload.walks, setup.hardware, setup.precision, samples=48)
+    row = Query.of(setup).row
+    assert {name: row[name] for name in WALK_FEATURES} == walked
     assert all(math.isfinite(value) for name, value in walked.items() if name not in {"log_scores"})
 
 
-def test_a_network_without_a_walk_leaves_its_columns_blank() -> None:
+def test_a_network_without_a_walk_has_no_values_in_its_columns() -> None:
     bare = dataclasses.replace(find_workload("resnet50"), walks=None)
-    told = Query.of(dataclasses.replace(setup(), workload=bare)).row
-    assert {name for name in WALK_FEATURES if math.isnan(told[name])} == set(WALK_FEATURES)
-    assert math.isfinite(told["log_closed_s"])
+    row = Query.of(dataclasses.replace(make_setup(), workload=bare)).row
+    assert {name for name in WALK_FEATURES if math.isnan(row[name])} == set(WALK_FEATURES)
+    assert math.isfinite(row["log_closed_s"])
 
 
 @pytest.mark.parametrize(
@@ -181,9 +190,9 @@ def test_a_network_without_a_walk_leaves_its_columns_blank() -> None:
         (Implementation(tuned=True, packed=True), {"tuned": 1.0, "packed": 1.0}),
     ],
 )
-def test_what_is_said_of_the_script_is_told_and_what_is_not_is_missing(implementation, expected) -> None:
-    told = row(implementation=implementation)
-    assert {name: told[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+def test_known_facts_of_the_script_have_values_and_unknown_ones_none(implementation, expected) -> None:
+    row = describe(implementation=implementation)
+    assert {name: row[name] for name in expected} == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +206,9 @@ def test_what_is_said_of_the_script_is_told_and_what_is_not_is_missing(implement
         (Parallelism(data=4, context=2, expert=2), {"log_context": math.log(2), "log_expert": math.log(2)}),
     ],
 )
-def test_the_layout_is_told_by_its_degrees(layout: Parallelism, expected: dict[str, float]) -> None:
-    told = row("llama2_7b", world_size=8, parallelism=layout)
-    assert {name: told[name] for name in expected} == pytest.approx(expected)
+def test_the_layout_is_described_by_its_degrees(layout: Parallelism, expected: dict[str, float]) -> None:
+    row = describe("llama2_7b", world_size=8, parallelism=layout)
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -215,22 +224,22 @@ def test_the_layout_is_told_by_its_degrees(layout: Parallelism, expected: dict[s
         ("unet3d", {"is_segmentation"}),
     ],
 )
-def test_what_sort_of_network_it_is_is_told(model: str, kinds: set[str]) -> None:
-    told = row(model)
-    named = {"is_attention", "is_detection", "is_segmentation", "is_language_decoder", "is_mixture_of_experts",
+def test_the_kind_of_a_network_is_a_flag(model: str, kinds: set[str]) -> None:
+    row = describe(model)
+    flags = {"is_attention", "is_detection", "is_segmentation", "is_language_decoder", "is_mixture_of_experts",
              "is_recurrent", "is_speech", "is_recommendation", "is_diffusion"}  # fmt: skip
-    assert {name for name in named if told[name]} == kinds
+    assert {name for name in flags if row[name]} == kinds
 
 
-def test_a_mixture_of_experts_tells_how_many_of_its_parameters_work() -> None:
+def test_a_mixture_of_experts_has_a_share_of_active_parameters() -> None:
     work = find_workload("mixtral_8x7b")
     assert work.active_params is not None
-    assert row("mixtral_8x7b")["log_active_share"] == pytest.approx(math.log(work.active_params / work.params))
-    assert row("llama2_7b")["log_active_share"] == 0.0
+    assert describe("mixtral_8x7b")["log_active_share"] == pytest.approx(math.log(work.active_params / work.params))
+    assert describe("llama2_7b")["log_active_share"] == 0.0
 
 
-def test_the_matrix_has_the_named_columns_in_the_order_asked() -> None:
-    rows = [row(), row(world_size=8)]
+def test_the_matrix_has_the_named_columns_in_the_given_order() -> None:
+    rows = [describe(), describe(world_size=8)]
     matrix = feature_matrix(rows, ("log_world_size", "log_batch"))
     assert matrix.dtype == np.float32
     np.testing.assert_allclose(matrix, [[0.0, math.log(16)], [math.log(8), math.log(16)]], rtol=1e-6)

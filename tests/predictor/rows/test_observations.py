@@ -1,4 +1,4 @@
-"""Rows become observations: which facts describe their network, what they tell of links, and why others are refused."""
+"""Rows become observations: the facts that describe their network, the network of a node, and reasons of refusal."""
 
 import csv
 import dataclasses
@@ -31,7 +31,7 @@ ROW = {"model": "resnet50", "gpu": "A100-SXM4-80GB", "num_gpus": "8", "precision
        "source_repo": "me/mine", "framework": "PyTorch"}  # fmt: skip
 
 
-def tabled(tmp_path: Path, *rows: dict[str, str]) -> pd.DataFrame:
+def read_rows(tmp_path: Path, *rows: dict[str, str]) -> pd.DataFrame:
     path = tmp_path / "table.csv"
     filled = [ROW | row for row in rows]
     names = list(dict.fromkeys(name for row in filled for name in row))
@@ -42,16 +42,22 @@ def tabled(tmp_path: Path, *rows: dict[str, str]) -> pd.DataFrame:
     return load_public_table(str(path)).kept
 
 
-def observe_one(tmp_path: Path, **told: str) -> Observation:
-    (seen,), refused = observe_table(tabled(tmp_path, told))
+def observe_row(tmp_path: Path, **changes: str) -> Observation:
+    (observation,), refused = observe_table(read_rows(tmp_path, changes))
     assert refused == {}
-    return seen
+    return observation
 
 
 def card_of(model: str, task_input: str = "") -> Card:
     card = find_card(model, task_input)
     assert card is not None
     return card
+
+
+def entry_of(model: str, task_input: str = "") -> ZooEntry:
+    entry = find_entry(model, task_input)
+    assert entry is not None
+    return entry
 
 
 def described(model: str, task_input: str, params: float | None, flops: float | None) -> WorkloadFeatures:
@@ -75,7 +81,7 @@ def described(model: str, task_input: str, params: float | None, flops: float | 
         ("NVLink + RDMA 400Gb/GPU", 3200),
         ("RoCE 1600Gbps/node", 1600),
         ("25 Gbit/s", 25),
-        # serves management: the times of such rows say so
+        # a network for management: the times of such rows are too short for it
         ("intra: NVLINK2.0; inter: 1Gb Ethernet", None),
         ("NVLink + InfiniBand", None),
         ("intra: NVLINK Gen5 1800 GB/s", None),
@@ -83,48 +89,42 @@ def described(model: str, task_input: str, params: float | None, flops: float | 
         ("", None),
     ],
 )
-def test_the_network_of_a_node_is_the_fastest_that_its_row_tells(text: str, gbit_per_s: float | None) -> None:
+def test_the_network_of_a_node_is_the_fastest_one_in_its_row(text: str, gbit_per_s: float | None) -> None:
     assert read_network(text) == (None if gbit_per_s is None else gbit_per_s * 1e9 / 8)
 
 
-def entry_of(model: str, task_input: str = "") -> ZooEntry:
-    entry = find_entry(model, task_input)
-    assert entry is not None
-    return entry
-
-
-def test_the_zoo_stands_for_a_row_of_nearly_its_parameters() -> None:
+def test_the_zoo_describes_a_row_with_nearly_its_parameters() -> None:
     entry = entry_of("resnet50", "224")
-    silent = described("resnet50", "224", None, None)
-    assert silent == describe_entry(entry, name="resnet50")
-    assert (silent.params, silent.source) == (entry.params, "zoo")
-    # what the row says gives way where the zoo has its parameters within 10 %, whatever FLOPs it tells
+    by_name = described("resnet50", "224", None, None)
+    assert by_name == describe_entry(entry, name="resnet50")
+    assert (by_name.params, by_name.source) == (entry.params, "zoo")
+    # within 10 % of the parameters the zoo replaces the figures of the row, whatever its FLOPs are
     for share, is_same in ((0.90, False), (0.92, True), (1.11, True), (1.12, False)):
-        assert (described("resnet50", "224", share * entry.params, 1e9) == silent) is is_same
+        assert (described("resnet50", "224", share * entry.params, 1e9) == by_name) is is_same
 
 
-def test_a_card_of_a_row_s_own_size_comes_before_a_zoo_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_of_the_size_of_the_row_replaces_a_zoo_entry_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     card = card_of("resnet50", "224")
     assert card.params is not None
     larger = dataclasses.replace(entry_of("resnet50", "224"), params=2 * card.params)
     monkeypatch.setattr(observations, "find_entry", lambda name, task_input: larger)
-    found = described("resnet50", "224", float(card.params), None)
-    assert (found.params, found.walks, found.source) == (card.params, None, "card")
-    # a row that tells no parameters is of what the zoo has
+    workload = described("resnet50", "224", float(card.params), None)
+    assert (workload.params, workload.walks, workload.source) == (card.params, None, "card")
+    # the zoo describes a row without parameters
     assert described("resnet50", "224", None, None).params == larger.params
 
 
-def test_a_row_of_another_size_speaks_for_itself() -> None:
+def test_a_row_of_another_size_is_described_by_its_own_figures() -> None:
     card = card_of("resnet50", "224")
     assert card.params is not None
     other = described("resnet50", "224", 1.2 * card.params, 5e9)
     assert (other.params, other.forward_flops_per_sample) == (round(1.2 * card.params), 5e9)
     assert other.walks is None
-    # and still goes by the same network
+    # and still counts as the same network
     assert other.network == described("resnet50", "224", None, None).network
 
 
-def test_the_work_of_another_size_grows_with_its_parameters_where_the_row_tells_no_more() -> None:
+def test_the_work_of_another_size_grows_with_its_parameters_where_the_row_has_no_flops() -> None:
     card = card_of("resnet50", "224")
     assert card.params is not None
     assert card.forward_flops_per_sample is not None
@@ -133,14 +133,14 @@ def test_the_work_of_another_size_grows_with_its_parameters_where_the_row_tells_
     assert other.forward_flops_per_sample == pytest.approx(3 * card.forward_flops_per_sample)
 
 
-def test_the_zoo_of_hifigan_comes_first_whatever_its_rows_count() -> None:
+def test_the_zoo_describes_hifigan_whatever_parameters_its_rows_have() -> None:
     entry = entry_of("hifigan", "8192")
     generator_alone = described("hifigan", "8192", 14e6, 3e9)
     assert generator_alone.params == entry.params > 5 * 14e6
     assert generator_alone.forward_flops_per_sample == entry.fp32.total("flops", phase="forward")
 
 
-def test_a_card_without_work_takes_that_of_the_row() -> None:
+def test_a_card_without_flops_takes_those_of_the_row() -> None:
     card = card_of("amoebanet_d_18_256")
     assert card.forward_flops_per_sample is None
     workload = described("amoebanet_d_18_256", "", card.params, 7e9)
@@ -148,17 +148,17 @@ def test_a_card_without_work_takes_that_of_the_row() -> None:
     assert describe_row("amoebanet_d_18_256", "", card.params, None) is None
 
 
-def test_a_network_without_a_card_is_what_its_row_says_or_unknown() -> None:
+def test_a_network_without_a_card_is_described_by_its_row_or_unknown() -> None:
     workload = described("my_own_net", "224", 1e6, 2e9)
     assert (workload.params, workload.forward_flops_per_sample, workload.network) == (10**6, 2e9, "")
     assert describe_row("my_own_net", "224", 1e6, None) is None
     assert describe_row("my_own_net", "224", None, 2e9) is None
 
 
-def test_a_row_becomes_what_was_run(tmp_path: Path) -> None:
-    seen = observe_one(tmp_path, row_id="r1", num_gpus="16", num_nodes="2", grad_accumulation_steps="4",
+def test_a_row_becomes_its_measurement_and_its_setup(tmp_path: Path) -> None:
+    observation = observe_row(tmp_path, row_id="r1", num_gpus="16", num_nodes="2", grad_accumulation_steps="4",
                        interconnect="inter: 8x ConnectX-7 IB NDR 400Gb/s")  # fmt: skip
-    measured, setup = seen.measurement, seen.setup
+    measured, setup = observation.measurement, observation.setup
     assert (measured.source, measured.cell_id, measured.gpu, measured.precision) == (
         "me/mine", "r1", "A100-SXM4-80GB", "amp_fp16"
     )  # fmt: skip
@@ -167,131 +167,130 @@ def test_a_row_becomes_what_was_run(tmp_path: Path) -> None:
     assert setup.layout.data == 16
     assert setup.implementation.framework == "pytorch"
     assert setup.hardware.network_bytes_per_s == 400e9
-    assert seen.index == 0
-    assert seen.query.closed.iteration_time_s > 0
+    assert observation.index == 0
+    assert observation.query.closed.iteration_time_s > 0
 
 
 def test_the_network_counts_between_nodes_only(tmp_path: Path) -> None:
-    seen = observe_one(tmp_path, interconnect="inter: 8x ConnectX-7 IB NDR 400Gb/s")
-    assert seen.setup.hardware == find_hardware("A100-SXM4-80GB")
+    observation = observe_row(tmp_path, interconnect="inter: 8x ConnectX-7 IB NDR 400Gb/s")
+    assert observation.setup.hardware == find_hardware("A100-SXM4-80GB")
 
 
-def test_a_pipeline_told_as_one_batch_runs_it_sample_by_sample(tmp_path: Path) -> None:
-    told = {"model": "llama2_7b", "task_input": "4096", "parallelism": "pp4-tp2"}
-    whole = observe_one(tmp_path, **told)
+def test_a_pipeline_with_one_batch_runs_it_sample_by_sample(tmp_path: Path) -> None:
+    pipeline = {"model": "llama2_7b", "task_input": "4096", "parallelism": "pp4-tp2"}
+    whole = observe_row(tmp_path, **pipeline)
     assert (whole.setup.batch_size, whole.setup.gradient_accumulation_steps) == (1, 32)
     assert whole.measurement.per_gpu_batch_size == 1
     assert whole.measurement.gradient_accumulation_steps == 32
     assert whole.measurement.iteration_time_s == pytest.approx(0.1)
-    divided = observe_one(tmp_path, **told, grad_accumulation_steps="8")
+    divided = observe_row(tmp_path, **pipeline, grad_accumulation_steps="8")
     assert (divided.setup.batch_size, divided.setup.gradient_accumulation_steps) == (32, 8)
-    flat = observe_one(tmp_path, **told | {"parallelism": "tp8"})
+    flat = observe_row(tmp_path, **pipeline | {"parallelism": "tp8"})
     assert (flat.setup.batch_size, flat.setup.gradient_accumulation_steps) == (32, 1)
 
 
-def test_rows_that_cannot_be_described_are_told_by_position_and_the_rest_kept(tmp_path: Path) -> None:
-    frame = tabled(tmp_path, {}, {"model": "my_own_net"}, {"model": "vgg16"})
-    seen, refused = observe_table(frame)
-    assert [(one.index, one.measurement.model) for one in seen] == [(0, "resnet50"), (2, "vgg16")]
+def test_rows_that_cannot_be_described_are_listed_by_position_and_the_others_observed(tmp_path: Path) -> None:
+    frame = read_rows(tmp_path, {}, {"model": "my_own_net"}, {"model": "vgg16"})
+    rows, refused = observe_table(frame)
+    assert [(row.index, row.measurement.model) for row in rows] == [(0, "resnet50"), (2, "vgg16")]
     assert refused == {1: "model unknown"}
 
 
-def test_an_error_of_one_row_is_its_own(tmp_path: Path) -> None:
-    frame = tabled(tmp_path, {}, {"num_gpus": "1"})
+def test_an_error_of_one_row_refuses_only_that_row(tmp_path: Path) -> None:
+    frame = read_rows(tmp_path, {}, {"num_gpus": "1"})
     frame["policy"] = ["amp_fp16", "fp64"]
-    seen, refused = observe_table(frame)
-    assert [one.index for one in seen] == [0]
+    rows, refused = observe_table(frame)
+    assert [row.index for row in rows] == [0]
     assert list(refused) == [1]
     assert "fp64" in refused[1]
     assert "\n" not in refused[1]
 
 
 def test_an_empty_table_has_no_observations(tmp_path: Path) -> None:
-    assert observe_table(tabled(tmp_path, {}).iloc[:0]) == ([], {})
+    assert observe_table(read_rows(tmp_path, {}).iloc[:0]) == ([], {})
 
 
 def test_names_of_one_network_share_it_and_sister_parts_their_chip(tmp_path: Path) -> None:
-    frame = tabled(
+    frame = read_rows(
         tmp_path,
         {"model": "vit_b16", "gpu": "A100-SXM4-80GB"},
         {"model": "vit_base_patch16_224", "gpu": "A100-PCIe-40GB"},
         {"model": "resnet50", "gpu": "V100-SXM2-16GB"},
     )
-    one, same, other = observe_table(frame)[0]
-    assert one.network == same.network != other.network
-    assert one.chip == same.chip != other.chip
+    row, same, other = observe_table(frame)[0]
+    assert row.network == same.network != other.network
+    assert row.chip == same.chip != other.chip
 
 
-def test_a_contest_entry_is_known_as_one(tmp_path: Path) -> None:
-    assert observe_one(tmp_path, source_repo="mlcommons/training_results_v4.0").is_contest
-    assert not observe_one(tmp_path).is_contest
+def test_a_submission_to_a_contest_is_marked(tmp_path: Path) -> None:
+    assert observe_row(tmp_path, source_repo="mlcommons/training_results_v4.0").is_contest
+    assert not observe_row(tmp_path).is_contest
 
 
 def test_on_one_rank_the_iteration_is_compute(tmp_path: Path) -> None:
-    alone, eight = observe_one(tmp_path, num_gpus="1"), observe_one(tmp_path)
+    alone, eight = observe_row(tmp_path, num_gpus="1"), observe_row(tmp_path)
     assert alone.compute_time_s == alone.measurement.iteration_time_s
     assert eight.compute_time_s is None
 
 
-def test_a_campaigns_own_cards_and_devices_come_first(measure) -> None:
+def test_cards_and_devices_of_a_campaign_replace_shipped_ones(measure) -> None:
     measured = measure(models=("mlp",))[:1]
-    own = dataclasses.replace(find_workload("mlp"), params=1)
+    card = dataclasses.replace(find_workload("mlp"), params=1)
     device = dataclasses.replace(find_hardware("A100-SXM4-80GB"), memory_bytes=1)
-    (seen,) = observe(measured, workloads=[own], hardware=[device])
-    assert seen.setup.workload is own
-    assert seen.setup.hardware is device
-    assert seen.index == -1
+    (observation,) = observe(measured, workloads=[card], hardware=[device])
+    assert observation.setup.workload is card
+    assert observation.setup.hardware is device
+    assert observation.index == -1
 
 
 def test_a_fraction_of_a_sample_counts_as_one(tmp_path: Path) -> None:
-    frame = tabled(tmp_path, {})
+    frame = read_rows(tmp_path, {})
     frame["per_gpu_batch_size"] = 0.4
-    (seen,), _ = observe_table(frame)
-    assert seen.setup.batch_size == 1
+    (observation,), _ = observe_table(frame)
+    assert observation.setup.batch_size == 1
 
 
 def test_a_blank_strategy_is_plain_data_parallelism(tmp_path: Path) -> None:
     values: list[Any] = ["", math.nan]
     for value in values:
-        frame = tabled(tmp_path, {})
+        frame = read_rows(tmp_path, {})
         frame["parallelism"] = value
-        (seen,), _ = observe_table(frame)
-        assert seen.measurement.strategy == "ddp"
+        (observation,), _ = observe_table(frame)
+        assert observation.measurement.strategy == "ddp"
 
 
 def test_the_rows_of_one_network_in_one_source_share_their_weight(tmp_path: Path) -> None:
     often = [{"batch_size_per_gpu": str(number)} for number in range(1, 17)]
     once = [{"model": "vgg16"}, {"source_repo": "another/one"}]
-    weights = weigh_rows(observe_table(tabled(tmp_path, *often, *once))[0])
+    weights = weigh_rows(observe_table(read_rows(tmp_path, *often, *once))[0])
     assert weights.mean() == pytest.approx(1.0)
     # 16 rows of one network weigh as 4 single ones; another network, or the same in another source, is on its own
     assert weights[:16] == pytest.approx(weights[16] / 4)
     assert weights[16] == weights[17]
 
 
-def test_a_row_that_tells_no_input_is_of_the_usual_one() -> None:
+def test_a_row_without_an_input_has_the_usual_one() -> None:
     assert describe_row("resnet50", "", None, None) == describe_row("resnet50", "224", None, None)
 
 
-def test_the_options_of_a_run_are_facts_of_its_code_and_its_defaults_are_silent(measure) -> None:
+def test_the_options_of_a_run_are_facts_of_its_code_and_its_defaults_are_unknown(measure) -> None:
     plain = measure(models=("mlp",))[0]
-    told = dataclasses.replace(
+    changed = dataclasses.replace(
         plain, channels_last=True, compiled=True, checkpointing="full", fused_optimizer=True, world_size=2
     )
-    (default,), (seen,) = observe([plain]), observe([told])
+    (default,), (observation,) = observe([plain]), observe([changed])
     assert default.setup.implementation == Implementation()
-    assert seen.setup.implementation == Implementation(
+    assert observation.setup.implementation == Implementation(
         channels_last=True, compiled=True, checkpointing="full", fused_kernels=True
     )
 
 
 def test_compressed_gradients_take_less_time_on_the_wire_and_the_policy_keeps_its_name(measure) -> None:
     plain = dataclasses.replace(measure(models=("mlp",))[0], precision="fp32", world_size=8)
-    squeezed = dataclasses.replace(plain, compression="bf16")
-    (one,), (other,) = observe([plain]), observe([squeezed])
-    assert other.setup.precision.name == one.setup.precision.name == "fp32"
-    assert other.setup.precision.communicate == "bf16"
-    assert other.closed.communication_time_s < one.closed.communication_time_s
+    (full,), (compressed,) = observe([plain]), observe([dataclasses.replace(plain, compression="bf16")])
+    assert compressed.setup.precision.name == full.setup.precision.name == "fp32"
+    assert compressed.setup.precision.communicate == "bf16"
+    assert compressed.closed.communication_time_s < full.closed.communication_time_s
 
 
 @pytest.mark.parametrize(("strategy", "sharding"), [("ddp", "none"), ("fsdp", "parameters"), ("zero1", "optimizer")])

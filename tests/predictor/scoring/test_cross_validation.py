@@ -1,4 +1,4 @@
-"""Metrics are what they are called, folds leak nothing, and the baselines stand on the same folds."""
+"""Cross-validation: folds leak nothing, baselines use the same folds, and intervals and speed-ups follow from them."""
 
 from dataclasses import replace
 
@@ -19,56 +19,35 @@ from precision_time.predictor.scoring.cross_validation import (
     measure_speed_up,
     score_holdout,
 )
-from precision_time.predictor.scoring.metrics import score
 from precision_time.storage.errors import InputError
 
 
-def call_contest(seen: Observation) -> Observation:
+def make_contest_row(observation: Observation) -> Observation:
     """The same row as a submission to a benchmark contest."""
-    tuned = replace(seen.setup, implementation=replace(seen.setup.implementation, tuned=True))
-    return replace(seen, query=Query.of(tuned))
+    tuned = replace(observation.setup, implementation=replace(observation.setup.implementation, tuned=True))
+    return replace(observation, query=Query.of(tuned))
 
 
-def enlarge(seen: Observation, *, world_size: int) -> Observation:
-    """The same row on more GPUs, as long as before."""
+def enlarge(observation: Observation, *, world_size: int) -> Observation:
+    """The same row on more GPUs, with the same time."""
     nodes = max(1, world_size // 8)
-    measured = replace(seen.measurement, world_size=world_size, nodes=nodes, communication_time_s=None)
-    return replace(seen, measurement=measured, query=Query.of(replace(seen.setup, world_size=world_size, nodes=nodes)))
+    measured = replace(observation.measurement, world_size=world_size, nodes=nodes, communication_time_s=None)
+    setup = replace(observation.setup, world_size=world_size, nodes=nodes)
+    return replace(observation, measurement=measured, query=Query.of(setup))
 
 
-def invent(
-    measured_s: list[float], predicted_s: list[float], *, folds: list[int], regimes: list[str] | None = None
-) -> CrossValidation:
-    """A cross-validation with the given figures."""
+def make_result(measured_s: list[float], predicted_s: list[float]) -> CrossValidation:
+    """A cross-validation with the given seconds, in one fold."""
     return CrossValidation(
         split="row",
-        rows=np.arange(len(folds)),
+        rows=np.arange(len(measured_s)),
         measured_s=np.array(measured_s),
-        predicted_s={"predictor": np.array(predicted_s), "closed_form": np.ones(len(folds))},
-        folds=np.array(folds),
-        regimes=tuple(regimes or ["known"] * len(folds)),
+        predicted_s={"predictor": np.array(predicted_s)},
+        folds=np.zeros(len(measured_s), dtype=np.int64),
+        regimes=("known",) * len(measured_s),
         covered=None,
         level=0.9,
     )
-
-
-def test_metrics_of_a_hand_worked_example() -> None:
-    metrics = score([1.1, 0.8, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0], covered=[True, False, False, True])
-    assert metrics["n"] == 4
-    assert metrics["mape"] == pytest.approx((0.1 + 0.2 + 1.0) / 4)
-    assert metrics["median_ape"] == pytest.approx(0.15)
-    assert metrics["within_10"] == pytest.approx(0.25, abs=0.26)
-    assert metrics["within_25"] == 0.75
-    assert metrics["bias"] == pytest.approx((1.1 * 0.8 * 2.0) ** 0.25 - 1)
-    assert metrics["rmse_s"] == pytest.approx(np.sqrt((0.01 + 0.04 + 1.0) / 4))
-    assert metrics["coverage"] == 0.5
-
-
-def test_nothing_to_score_is_an_error() -> None:
-    with pytest.raises(InputError, match="nothing to score"):
-        score([], [])
-    with pytest.raises(InputError, match="nothing to score"):
-        score([1.0], [1.0, 2.0])
 
 
 def test_the_predictor_beats_both_baselines_where_precision_matters(measure) -> None:
@@ -82,20 +61,20 @@ def test_the_predictor_beats_both_baselines_where_precision_matters(measure) -> 
 def test_no_fold_trains_on_the_group_it_predicts(measure, monkeypatch: pytest.MonkeyPatch, split: str) -> None:
     rows = observe(measure())
     group = SPLITS[split].group
-    seen_in_training: list[set[object]] = []
+    trained_groups: list[set[object]] = []
     fit = HierarchicalPredictor.fit
 
     def spy(observations, *, seed=0):
-        seen_in_training.append({group(seen) for seen in observations})
+        trained_groups.append({group(observation) for observation in observations})
         return fit(observations, seed=seed)
 
     monkeypatch.setattr(HierarchicalPredictor, "fit", spy)
     result = cross_validate(rows, split=split)
     folds = np.unique(result.folds)
-    assert len(seen_in_training) == 2 * len(folds)  # the predictor and the precision-blind one
+    assert len(trained_groups) == 2 * len(folds)  # the predictor and the precision-blind one
     for number, fold in enumerate(folds):
-        held_out = {group(seen) for seen, its in zip(rows, result.folds, strict=True) if its == fold}
-        for trained in seen_in_training[2 * number : 2 * number + 2]:
+        held_out = {group(rows[row]) for row in result.rows[result.folds == fold]}
+        for trained in trained_groups[2 * number : 2 * number + 2]:
             assert not trained & held_out
 
 
@@ -131,39 +110,39 @@ def test_a_held_out_model_is_scored_by_all_methods(measure) -> None:
     assert metrics["predictor"]["mape"] < 0.35
 
 
-def test_large_jobs_are_predicted_from_small_ones_and_calibrated_inside_those(measure) -> None:
+def test_large_jobs_are_predicted_from_small_ones_whose_own_division_sets_the_intervals(measure) -> None:
     small = observe(measure(world_sizes=(1, 2)))
-    middle = [enlarge(seen, world_size=4) for seen in small]
-    large = [enlarge(seen, world_size=16) for seen in small]
+    middle = [enlarge(observation, world_size=4) for observation in small]
+    large = [enlarge(observation, world_size=16) for observation in small]
     rows = [*small, *middle, *large]
     result = cross_validate(rows, split="scale")
     np.testing.assert_array_equal(result.rows, np.arange(len(rows))[-len(large) :])
     inner = HierarchicalPredictor.fit(small)
-    predicted = inner.predict([seen.query for seen in middle]).iteration_time_s
-    errors = np.log([seen.measurement.iteration_time_s for seen in middle] / predicted)
+    predicted = inner.predict([observation.query for observation in middle]).iteration_time_s
+    errors = np.log([observation.measurement.iteration_time_s for observation in middle] / predicted)
     regimes = [inner.domain.regime_of(observation.setup).name for observation in middle]
     radii = radii_by_regime(errors, regimes, level=0.9)
     radius = [radii[regime] for regime in result.regimes]
     assert result.covered is not None
     np.testing.assert_array_equal(result.covered, np.abs(result.log_errors()) <= radius)
-    # without middle-sized jobs nothing calibrates the interval
+    # without middle-sized jobs nothing sets the interval
     assert cross_validate([*small, *large], split="scale").metrics()["predictor"]["coverage"] is None
 
 
-def test_the_roofline_is_the_closed_form_times_the_factor_of_the_teaching_rows(measure) -> None:
+def test_the_roofline_is_the_closed_form_times_the_factor_of_the_training_rows(measure) -> None:
     rows = observe(measure())
     result = cross_validate(rows, split="leave-model-out")
     for fold in np.unique(result.folds):
-        taught, asked = result.folds != fold, result.folds == fold
-        factor = np.exp(np.median(np.log(result.measured_s / result.predicted_s["closed_form"])[taught]))
+        train, test = result.folds != fold, result.folds == fold
+        factor = np.exp(np.median(np.log(result.measured_s / result.predicted_s["closed_form"])[train]))
         np.testing.assert_allclose(
-            result.predicted_s["roofline"][asked], factor * result.predicted_s["closed_form"][asked]
+            result.predicted_s["roofline"][test], factor * result.predicted_s["closed_form"][test]
         )
 
 
-def test_contest_rows_teach_but_are_scored_apart(measure) -> None:
+def test_contest_rows_are_trained_on_but_scored_apart(measure) -> None:
     rows = observe(measure())
-    rows = [call_contest(seen) if number % 3 == 0 else seen for number, seen in enumerate(rows)]
+    rows = [make_contest_row(row) if number % 3 == 0 else row for number, row in enumerate(rows)]
     results = cross_validate_all(rows, splits=["leave-model-out"], processes=1)
     whole, without = results["leave-model-out"], results["leave-model-out without MLPerf"]
     ordinary = [number for number in range(len(rows)) if number % 3]
@@ -186,28 +165,28 @@ def test_speed_up_compares_times_that_differ_in_nothing_but_precision(measure) -
     for row, ratio in zip(speed_up.rows, speed_up.measured_s, strict=True):
         narrow = rows[row]
         assert narrow.setup.precision.name == "amp_fp16"
-        same = [
-            seen.measurement.iteration_time_s / narrow.measurement.iteration_time_s
-            for seen in rows
-            if replace(seen.measurement, precision="").configuration
+        ratios = [
+            observation.measurement.iteration_time_s / narrow.measurement.iteration_time_s
+            for observation in rows
+            if replace(observation.measurement, precision="").configuration
             == replace(narrow.measurement, precision="").configuration
         ]
-        assert any(ratio == pytest.approx(one) for one in same)
+        assert any(ratio == pytest.approx(expected) for expected in ratios)
     np.testing.assert_allclose(speed_up.predicted_s["precision_blind"], 1.0)
     assert speed_up.metrics()["predictor"]["median_ape"] < speed_up.metrics()["precision_blind"]["median_ape"]
 
 
 def test_repeats_of_a_pair_count_by_their_median(measure) -> None:
     rows = observe(measure(models=("mlp",), world_sizes=(1,), batches=(8,)))
-    fp32, half = (seen for seen in rows)
+    fp32, half = rows
     repeated = [fp32, half, fp32, fp32]
-    result = invent([2.0, 1.0, 4.0, 30.0], [6.0, 2.0, 6.0, 6.0], folds=[0, 0, 1, 1])
+    result = make_result([2.0, 1.0, 4.0, 30.0], [6.0, 2.0, 6.0, 6.0])
     speed_up = measure_speed_up(result, repeated)
     assert speed_up is not None
     np.testing.assert_array_equal(speed_up.measured_s, [4.0])
     np.testing.assert_array_equal(speed_up.predicted_s["predictor"], [3.0])
     np.testing.assert_array_equal(speed_up.rows, [1])
-    assert measure_speed_up(invent([1.0], [1.0], folds=[0]), [fp32]) is None
+    assert measure_speed_up(make_result([1.0], [1.0]), [fp32]) is None
 
 
 def test_the_table_has_five_figures_a_method_and_nothing_else(measure) -> None:

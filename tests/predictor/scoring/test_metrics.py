@@ -1,4 +1,4 @@
-"""Error metrics by hand, and a bootstrap interval that narrows with the rows."""
+"""Error metrics worked by hand, and a bootstrap interval that narrows with more rows."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_metrics_by_hand() -> None:
     assert metrics["coverage"] is None
 
 
-def test_the_error_that_counts_as_within_includes_its_bound() -> None:
+def test_an_error_at_the_bound_counts_as_within_it() -> None:
     assert score([1.25, 0.75, 1.26], [1.0, 1.0, 1.0])["within_25"] == pytest.approx(2 / 3)
     assert score([0.90625, 0.875], [1.0, 1.0])["within_10"] == 0.5
 
@@ -56,11 +56,7 @@ def test_the_bootstrap_interval_holds_the_error_and_narrows_with_the_rows() -> N
     assert widths[1] < widths[0] / 5
 
 
-def test_the_bootstrap_repeats_with_its_seed_and_is_wider_at_a_higher_level() -> None:
+def test_the_bootstrap_gives_the_same_interval_on_every_call() -> None:
     measured = np.linspace(1, 2, 50)
     predicted = measured * np.linspace(0.5, 1.5, 50)
-    first = bootstrap_mape(predicted, measured, seed=1)
-    assert bootstrap_mape(predicted, measured, seed=1) == first
-    assert bootstrap_mape(predicted, measured, seed=2) != first
-    low, high = bootstrap_mape(predicted, measured, seed=1, level=0.5)
-    assert first[0] < low < high < first[1]
+    assert bootstrap_mape(predicted, measured) == bootstrap_mape(predicted, measured)

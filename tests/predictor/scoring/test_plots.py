@@ -1,11 +1,10 @@
-"""Plots: what they show of which rows, the same bytes for the same data, and all pictures in the folder or none."""
+"""Plots: the rows and groups that they show, equal bytes for equal data, and all files in the folder or none."""
 
 import builtins
-import io
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,14 +14,14 @@ from precision_time.predictor.learning.splits import SPLITS
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.predictor.scoring import plots
 from precision_time.predictor.scoring.cross_validation import SPEED_UP, CrossValidation
-from precision_time.predictor.scoring.evaluation import predict_table
+from precision_time.predictor.scoring.evaluate_tables import predict_table
 from precision_time.predictor.scoring.plots import (
     PredictedRows,
     check_plots,
     draw_cross_validation,
+    draw_table,
     plot_distance,
     plot_predicted,
-    plot_table,
     write_plots,
 )
 from precision_time.storage.errors import InputError, StorageFullError
@@ -34,22 +33,22 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
-def seen(measure: Any) -> list[Observation]:
+def observations(measure: Any) -> list[Observation]:
     return observe(measure(models=("mlp", "vit_tiny", "bert_mini"), batches=(8, 16, 64)))
 
 
-def cross_validation(seen: list[Observation], split: str = "configuration", *, factor: float = 1.1) -> CrossValidation:
-    """A split whose predictions are all off by ``factor``, with the split's own folds."""
-    fold_of = np.full(len(seen), -1)
-    for number, fold in enumerate(SPLITS[split].divide(seen, seed=0)):
+def make_result(observations: list[Observation], split: str = "configuration") -> CrossValidation:
+    """Predictions of the folds of a split that are all 10 % too long."""
+    fold_of = np.full(len(observations), -1)
+    for number, fold in enumerate(SPLITS[split].divide(observations, seed=0)):
         fold_of[fold.test] = number
     rows = np.flatnonzero(fold_of >= 0)
-    measured = np.array([seen[row].measurement.iteration_time_s for row in rows])
+    measured = np.array([observations[row].measurement.iteration_time_s for row in rows])
     return CrossValidation(
         split=split,
         rows=rows,
         measured_s=measured,
-        predicted_s={"predictor": measured * factor},
+        predicted_s={"predictor": measured * 1.1},
         folds=fold_of[rows],
         regimes=tuple("known" if row % 2 else "new model" for row in rows),
         covered=None,
@@ -57,7 +56,7 @@ def cross_validation(seen: list[Observation], split: str = "configuration", *, f
     )
 
 
-def some_rows(**changes: Any) -> PredictedRows:
+def make_rows(**changes: Any) -> PredictedRows:
     values: dict[str, Any] = {
         "title": "a title",
         "measured_s": np.array([0.1, 0.2, 0.4, 1.0]),
@@ -71,20 +70,20 @@ def some_rows(**changes: Any) -> PredictedRows:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that were rendered, to look at what they hold."""
+    """The figures that were rendered."""
     figures: list[Any] = []
     render = plots.render_figure
 
-    def remember(figure: Any, form: Any) -> bytes:
+    def remember(figure: Any) -> bytes:
         figures.append(figure)
-        return render(figure, form)
+        return render(figure)
 
     monkeypatch.setattr(plots, "render_figure", remember)
     return figures
 
 
 def test_each_precision_has_a_panel_with_its_rows_its_mape_and_the_band(drawn: list[Any]) -> None:
-    data = plot_predicted(some_rows())
+    data = plot_predicted(make_rows())
     assert data.startswith(PNG)
     panels = drawn[0].axes
     assert [axes.get_title() for axes in panels] == ["fp32: 2 rows, MAPE 25.0 %", "amp_bf16: 2 rows, MAPE 25.0 %"]
@@ -99,7 +98,7 @@ def test_each_precision_has_a_panel_with_its_rows_its_mape_and_the_band(drawn: l
 
 
 def test_errors_are_grouped_by_regime_and_by_doublings_from_the_data(drawn: list[Any]) -> None:
-    assert plot_distance(some_rows()).startswith(PNG)
+    assert plot_distance(make_rows()).startswith(PNG)
     by_regime, by_batch = drawn[0].axes
     assert [text.get_text() for text in by_regime.get_xticklabels()] == ["known (2)", "new gpu (2)"]
     assert [text.get_text() for text in by_batch.get_xticklabels()] == [
@@ -112,70 +111,67 @@ def test_errors_are_grouped_by_regime_and_by_doublings_from_the_data(drawn: list
     assert medians == pytest.approx([25.05, 25.05])
 
 
-def test_the_distances_of_a_fold_are_to_the_rows_that_taught_it(seen: list[Observation]) -> None:
-    result = cross_validation(seen)
-    rows = PredictedRows.of_cross_validation(result, seen)
-    assert rows.precisions == tuple(seen[row].setup.precision.name for row in result.rows)
+def test_the_distances_of_a_fold_are_to_its_training_rows(observations: list[Observation]) -> None:
+    result = make_result(observations)
+    rows = PredictedRows.of_cross_validation(result, observations)
+    assert rows.precisions == tuple(observations[row].setup.precision.name for row in result.rows)
     batches, worlds = rows.steps.values()
     for position, row in enumerate(result.rows):
-        taught = [
-            seen[other].setup
+        trained = [
+            observations[other].setup
             for other, fold in zip(result.rows, result.folds, strict=True)
-            if fold != result.folds[position] and seen[other].network == seen[row].network
+            if fold != result.folds[position] and observations[other].network == observations[row].network
         ]
-        own = seen[row].setup
-        assert batches[position] == pytest.approx(min(abs(np.log2(own.batch_size / one.batch_size)) for one in taught))
-        assert worlds[position] == pytest.approx(min(abs(np.log2(own.world_size / one.world_size)) for one in taught))
+        setup = observations[row].setup
+        assert batches[position] == pytest.approx(
+            min(abs(np.log2(setup.batch_size / other.batch_size)) for other in trained)
+        )
+        assert worlds[position] == pytest.approx(
+            min(abs(np.log2(setup.world_size / other.world_size)) for other in trained)
+        )
 
 
-def test_a_network_that_was_left_out_has_nothing_to_be_near_to(seen: list[Observation]) -> None:
-    rows = PredictedRows.of_cross_validation(cross_validation(seen, "leave-model-out"), seen)
+def test_a_network_that_was_left_out_is_infinitely_far(observations: list[Observation]) -> None:
+    rows = PredictedRows.of_cross_validation(make_result(observations, "leave-model-out"), observations)
     assert all(np.isinf(steps).all() for steps in rows.steps.values())
 
 
-def test_a_split_with_one_fold_measures_from_its_teaching_rows(measure: Any) -> None:
-    seen = observe(measure(models=("mlp",), world_sizes=(1, 8, 32)))
-    rows = PredictedRows.of_cross_validation(cross_validation(seen, "scale"), seen)
+def test_a_split_with_one_fold_measures_from_its_training_rows(measure: Any) -> None:
+    observations = observe(measure(models=("mlp",), world_sizes=(1, 8, 32)))
+    rows = PredictedRows.of_cross_validation(make_result(observations, "scale"), observations)
     batches, worlds = rows.steps.values()
     assert set(worlds) == {2.0}  # from 8 to 32
     assert set(batches) == {0.0}
 
 
-def test_every_split_has_both_pictures_and_speed_ups_have_one(seen: list[Observation], drawn: list[Any]) -> None:
-    result = cross_validation(seen)
+def test_every_split_has_both_plots_and_speed_ups_have_one(observations: list[Observation], drawn: list[Any]) -> None:
+    result = make_result(observations)
     results = {
         "configuration": result,
         "configuration without MLPerf": result.restrict(result.folds >= 0, split="configuration without MLPerf"),
         SPEED_UP: result.restrict(result.folds >= 0, split=SPEED_UP),
     }
-    pictures = draw_cross_validation(results, seen)
-    assert set(pictures) == {"configuration-predicted.png", "configuration-distance.png", "speed-up-predicted.png"}
+    plotted = draw_cross_validation(results, observations)
+    assert set(plotted) == {"configuration-predicted.png", "configuration-distance.png", "speed-up-predicted.png"}
     assert drawn[-1].axes[0].get_xlabel() == "measured speed-up"
     assert drawn[0].axes[0].get_xlabel() == "measured (s a step)"
 
 
-@pytest.mark.parametrize("form", ["png", "svg"])
 def test_the_same_data_gives_the_same_bytes_whatever_the_users_settings_are(
-    form: Any, seen: list[Observation], monkeypatch: pytest.MonkeyPatch
+    observations: list[Observation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = {"configuration": cross_validation(seen)}
-    first = draw_cross_validation(results, seen, form=form)
+    results = {"configuration": make_result(observations)}
+    first = draw_cross_validation(results, observations)
     for setting, value in {"font.size": 20, "axes.facecolor": "black", "savefig.dpi": 30}.items():
         monkeypatch.setitem(matplotlib.rcParams, setting, value)
-    assert draw_cross_validation(results, seen, form=form) == first
+    assert draw_cross_validation(results, observations) == first
     assert matplotlib.rcParams["font.size"] == 20
     for data in first.values():
-        if form == "png":
-            assert data.startswith(PNG)
-            assert b"Software" not in data
-        else:
-            assert ElementTree.parse(io.BytesIO(data)).getroot().tag.endswith("svg")
-            assert b"<dc:date>" not in data
+        assert data.startswith(PNG)
+        assert b"Software" not in data
 
 
-def test_pyplot_and_its_backends_are_left_alone(seen: list[Observation]) -> None:
-    import subprocess
-
+def test_pyplot_and_its_backends_are_left_alone() -> None:
     code = (
         "import sys, numpy as np\n"
         "from precision_time.predictor.scoring.plots import PredictedRows, plot_predicted\n"
@@ -188,17 +184,17 @@ def test_pyplot_and_its_backends_are_left_alone(seen: list[Observation]) -> None
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_title_is_text_and_no_formula() -> None:
-    assert plot_predicted(some_rows(title="a$b^$c.csv")).startswith(PNG)
+def test_a_title_is_shown_as_text_and_not_as_a_formula() -> None:
+    assert plot_predicted(make_rows(title="a$b^$c.csv")).startswith(PNG)
 
 
 def test_rows_of_one_time_and_of_one_row_can_be_drawn() -> None:
-    one = PredictedRows(
+    single = PredictedRows(
         title="one", measured_s=np.array([1.0]), predicted_s=np.array([1.0]), precisions=("fp32",), regimes=("known",),
         steps={"x": np.array([0.0])},
     )  # fmt: skip
-    assert plot_predicted(one).startswith(PNG)
-    assert plot_distance(one).startswith(PNG)
+    assert plot_predicted(single).startswith(PNG)
+    assert plot_distance(single).startswith(PNG)
 
 
 @pytest.mark.parametrize(
@@ -213,15 +209,10 @@ def test_rows_of_one_time_and_of_one_row_can_be_drawn() -> None:
 )
 def test_rows_that_do_not_match_or_have_no_time_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError):
-        some_rows(**changes)
+        make_rows(**changes)
 
 
-def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(InputError, match="png or svg"):
-        plot_predicted(some_rows(), form="gif")  # type: ignore[arg-type]
-
-
-def test_the_pictures_of_a_table_measure_from_the_domain_that_answered(tmp_path: Path, measure: Any) -> None:
+def test_the_plots_of_a_table_measure_from_the_domain_of_the_artifact(tmp_path: Path, measure: Any) -> None:
     file = tmp_path / "rows.csv"
     file.write_text(
         "model,gpu,num_gpus,precision,parallelism,batch_size_per_gpu,seconds_per_iteration\n"
@@ -236,16 +227,16 @@ def test_the_pictures_of_a_table_measure_from_the_domain_that_answered(tmp_path:
     assert batches.tolist() == [0.0, 2.0, np.inf]  # 8 to 64 were measured, so 256 is two doublings away
     assert worlds.tolist() == [0.0, 2.0, 0.0]  # from 2 GPUs to 8
     assert PredictedRows.of_table(table, title="rows").steps == {}
-    paths = plot_table(table, folder=str(tmp_path / "out"), title="rows")
+    paths = write_plots(draw_table(table, title="rows"), str(tmp_path / "out"))
     assert [Path(path).name for path in paths] == ["distance.png", "predicted.png"]
     assert all(Path(path).read_bytes().startswith(PNG) for path in paths)
 
 
-def test_pictures_are_written_all_or_none(
-    tmp_path: Path, seen: list[Observation], monkeypatch: pytest.MonkeyPatch
+def test_plots_are_written_all_or_none(
+    tmp_path: Path, observations: list[Observation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "new" / "folder"
-    paths = write_plots(draw_cross_validation({"configuration": cross_validation(seen)}, seen), str(folder))
+    paths = write_plots(draw_cross_validation({"configuration": make_result(observations)}, observations), str(folder))
     assert paths == tuple(f"{folder}/configuration-{kind}.png" for kind in ("distance", "predicted"))
     assert sorted(folder.iterdir()) == sorted(map(Path, paths))
 
@@ -274,7 +265,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
         return importing(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    for ask in (lambda: check_plots(str(tmp_path)), lambda: plot_predicted(some_rows())):
+    for ask in (lambda: check_plots(str(tmp_path)), lambda: plot_predicted(make_rows())):
         with pytest.raises(InputError, match=r"plots need matplotlib.*precision-time\[campaign\]"):
             ask()
 

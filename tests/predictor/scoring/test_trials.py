@@ -1,4 +1,4 @@
-"""Trials give one outcome in one process and in several, and describe rows as their method is meant to see them."""
+"""Trials have the same outcome in one process and in several, and describe rows as their method needs."""
 
 from dataclasses import replace
 
@@ -22,19 +22,19 @@ def half_and_half(rows: int, method: str = "predictor") -> Trial:
     return Trial(split="row", fold=0, method=method, rows=fold)
 
 
-def test_two_processes_give_what_one_gives(measure) -> None:
+def test_two_processes_give_the_same_as_one(measure) -> None:
     rows = observe(measure(models=("mlp", "vit_tiny")))
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     alone = cross_validate_all(rows, splits=["leave-model-out"], processes=1)
     shared = cross_validate_all(
-        rows, splits=["leave-model-out"], processes=2, progress=lambda done, total: told.append((done, total))
+        rows, splits=["leave-model-out"], processes=2, progress=lambda done, total: reports.append((done, total))
     )
     assert list(shared) == list(alone)
     for split, result in shared.items():
         assert result.regimes == alone[split].regimes
         for method, values in result.predicted_s.items():
             np.testing.assert_array_equal(values, alone[split].predicted_s[method])
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert reports == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_an_error_in_a_process_reaches_the_caller_in_its_words(measure) -> None:
@@ -48,13 +48,13 @@ def test_no_process_at_all_is_refused(measure) -> None:
         run_trials([], observe(measure()), seed=0, processes=0, progress=None)
 
 
-def test_the_blind_learner_sees_every_row_as_fp32(measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_precision_blind_method_describes_every_row_as_fp32(measure, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = observe(measure())
-    described: dict[str, set[str]] = {}
+    described: list[set[str]] = []
     fit = HierarchicalPredictor.fit
 
     def spy(observations, *, seed=0):
-        described[str(len(described))] = {seen.setup.precision.name for seen in observations}
+        described.append({observation.setup.precision.name for observation in observations})
         return fit(observations, seed=seed)
 
     monkeypatch.setattr(HierarchicalPredictor, "fit", spy)
@@ -65,7 +65,7 @@ def test_the_blind_learner_sees_every_row_as_fp32(measure, monkeypatch: pytest.M
         processes=1,
         progress=None,
     )
-    assert described == {"0": {"fp32", "amp_bf16"}, "1": {"fp32"}}
+    assert described == [{"fp32", "amp_bf16"}, {"fp32"}]
 
 
 def test_a_row_that_cannot_be_described_as_fp32_stays_as_it_is(measure, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,9 @@ def test_an_ablation_is_another_class_of_the_same_fit(measure, monkeypatch: pyte
     assert fitted == [HierarchicalPredictor, ABLATIONS[method]] * 3
 
 
-def test_regimes_are_seen_from_the_rows_that_taught(measure) -> None:
+def test_regimes_are_distances_from_the_training_rows(measure) -> None:
     rows = observe(measure(models=("mlp", "vit_tiny")))
-    train = [number for number, seen in enumerate(rows) if seen.setup.workload.name == "mlp"]
+    train = [number for number, observation in enumerate(rows) if observation.setup.workload.name == "mlp"]
     test = [number for number in range(len(rows)) if number not in train]
     trial = Trial(
         split="leave-model-out", fold=0, method="predictor", rows=Fold(train=np.array(train), test=np.array(test))

@@ -1,4 +1,4 @@
-"""Evaluation of a user's table: scores by hand, groups, every row accounted for, and no odd row stops it."""
+"""Scores of a user's table: by hand, by group, every row counted, and no odd row stops them."""
 
 import csv
 import dataclasses
@@ -22,8 +22,8 @@ from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.observations import observe_table
 from precision_time.predictor.rows.public_table import load_public_table, shipped_collectives, shipped_measurements
-from precision_time.predictor.scoring import evaluation
-from precision_time.predictor.scoring.evaluation import evaluate_curves, evaluate_measurements, predict_table
+from precision_time.predictor.scoring import evaluate_tables
+from precision_time.predictor.scoring.evaluate_tables import evaluate_curves, predict_table
 from precision_time.storage.errors import InputError, IntegrityError
 from precision_time.storage.tables import write_table
 
@@ -45,7 +45,7 @@ def write(tmp_path: Path, *rows: dict[str, str], drop: tuple[str, ...] = ()) -> 
 
 
 def evaluate(path: str, *by: str, clean: bool = False) -> dict[str, Any]:
-    result = evaluate_measurements(path, published=None, by=by, clean=clean)
+    result = predict_table(path, published=None, by=by, clean=clean).summarise(by=by)
     check_sums(result)
     return result
 
@@ -91,8 +91,8 @@ def test_each_row_is_predicted_as_its_own_query(tmp_path: Path) -> None:
         tmp_path, {}, {"gpu": "Banana-9"}, {"num_gpus": "1", "batch_size_per_gpu": "64"}, {"precision": "tf32"}
     )
     table = predict_table(path, published=None)
-    seen, _ = observe_table(load_public_table(path).kept)
-    assert table.predicted_s == pytest.approx([one.closed.iteration_time_s for one in seen])
+    observations, _ = observe_table(load_public_table(path).kept)
+    assert table.predicted_s == pytest.approx([observation.closed.iteration_time_s for observation in observations])
     assert table.frame["num_gpus"].tolist() == [8, 1, 8]
     assert len(set(table.predicted_s)) == 3
 
@@ -143,7 +143,7 @@ def test_a_row_is_refused_under_one_reason(tmp_path: Path, values: dict[str, str
     assert result["predicted"] == 1
 
 
-def test_rows_in_doubt_are_predicted_and_left_out_when_clean_ones_are_asked_for(tmp_path: Path) -> None:
+def test_rows_in_doubt_are_predicted_unless_only_clean_rows_are_scored(tmp_path: Path) -> None:
     path = write(tmp_path, {}, {"flag": "suspect"}, {"flag": "duplicate,gpu_ambiguous"}, {"flag": "eval_inside"})
     result = evaluate(path, "reason")
     assert (result["predicted"], result["refused"]) == (4, {})
@@ -160,24 +160,24 @@ def test_rows_are_grouped_by_raw_parsed_derived_and_further_columns(tmp_path: Pa
     ]
     by = evaluate(write(tmp_path, *rows), "precision", "policy", "num_gpus", "team", "load", "chip", "kind", "network",
                   "hardware", "family", "regime", "answered_by", "is_mlperf", "system", "team")["by"]  # fmt: skip
-    found = {column: {value: scores["n"] for value, scores in groups.items()} for column, groups in by.items()}
-    assert found["precision"] == {"amp_bf16": 2, "bf16-mixed": 1}
-    assert found["policy"] == {"amp_bf16": 3}
-    assert list(found["num_gpus"]) == ["2", "8", "16"]
-    assert found["team"] == {"": 1, "x": 1, "ä|\x1b": 1}
-    assert found["load"] == {"": 1, "0.5": 1, "2": 1}
-    # a column of the file goes before one that is derived
-    assert found["chip"] == {"": 2, "mine": 1}
-    assert found["kind"] == {"cnn": 2, "language_encoder": 1}
-    assert found["network"]["resnet50"] == 2
-    assert found["hardware"] == {"A100-SXM4-80GB": 3}
-    assert "" not in found["regime"]
-    assert found["answered_by"] == {"closed forms": 3}
-    assert found["is_mlperf"] == {"False": 3}
-    assert found["system"] == {"": 3}
+    counts = {column: {value: scores["n"] for value, scores in groups.items()} for column, groups in by.items()}
+    assert counts["precision"] == {"amp_bf16": 2, "bf16-mixed": 1}
+    assert counts["policy"] == {"amp_bf16": 3}
+    assert list(counts["num_gpus"]) == ["2", "8", "16"]
+    assert counts["team"] == {"": 1, "x": 1, "ä|\x1b": 1}
+    assert counts["load"] == {"": 1, "0.5": 1, "2": 1}
+    # a column of the file replaces a derived one
+    assert counts["chip"] == {"": 2, "mine": 1}
+    assert counts["kind"] == {"cnn": 2, "language_encoder": 1}
+    assert counts["network"]["resnet50"] == 2
+    assert counts["hardware"] == {"A100-SXM4-80GB": 3}
+    assert "" not in counts["regime"]
+    assert counts["answered_by"] == {"closed forms": 3}
+    assert counts["is_mlperf"] == {"False": 3}
+    assert counts["system"] == {"": 3}
 
 
-def test_an_unknown_column_to_group_by_is_named_with_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_column_to_group_by_is_refused_with_the_known_columns(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"got: colour, size; expected: .*precision.*team.*family.*regime"):
         evaluate(write(tmp_path, {"team": "x"}), "colour", "team", "size")
 
@@ -193,7 +193,7 @@ def test_a_table_without_rows_is_refused(tmp_path: Path) -> None:
         evaluate(write(tmp_path))
 
 
-def test_what_the_artifact_says_is_what_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answers_of_the_artifact_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(queries: Sequence[Query], *, published: object) -> Answers:
         answers = answer_queries(queries, published=None)
         parts = dataclasses.replace(
@@ -207,7 +207,7 @@ def test_what_the_artifact_says_is_what_is_scored(tmp_path: Path, monkeypatch: p
             blends=(Blend(1.0, 1.0), CLOSED_FORM_ONLY, Blend(1.0, 1.0)),
         )  # fmt: skip
 
-    monkeypatch.setattr(evaluation, "answer_queries", answer)
+    monkeypatch.setattr(evaluate_tables, "answer_queries", answer)
     path = write(
         tmp_path,
         *({"seconds_per_iteration": text, "notes": name} for text, name in (("1", "a"), ("1", "b"), ("3.5", ""))),
@@ -225,7 +225,7 @@ def test_what_the_artifact_says_is_what_is_scored(tmp_path: Path, monkeypatch: p
     assert evaluate(path)["overall"]["coverage_90"] is None
 
 
-def test_one_row_that_overflows_costs_no_other_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_overflows_costs_no_other_row_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(queries: Sequence[Query], *, published: object) -> Answers:
         if any(query.setup.batch_size == 7 for query in queries):
             raise OverflowError
@@ -236,35 +236,36 @@ def test_one_row_that_overflows_costs_no_other_its_answer(tmp_path: Path, monkey
             raise ZeroDivisionError
         return observe_table(frame)
 
-    monkeypatch.setattr(evaluation, "answer_queries", answer)
-    monkeypatch.setattr(evaluation, "observe_table", observe)
+    monkeypatch.setattr(evaluate_tables, "answer_queries", answer)
+    monkeypatch.setattr(evaluate_tables, "observe_table", observe)
     sizes = ["9", "1", "2", "7", "3", "9", "4", "5"]
     result = evaluate(write(tmp_path, *({"batch_size_per_gpu": size} for size in sizes)), "batch_size_per_gpu")
     assert result["refused"] == {"no finite answer": 3}
     assert list(result["by"]["batch_size_per_gpu"]) == ["1", "2", "3", "4", "5"]
-    plain = predict_table(write(tmp_path, *({"batch_size_per_gpu": size} for size in "12345")), published=None)
-    assert predict_table(
-        write(tmp_path, *({"batch_size_per_gpu": size} for size in sizes)), published=None
-    ).predicted_s == pytest.approx(plain.predicted_s)
+    plain, mixed = (
+        predict_table(write(tmp_path, *({"batch_size_per_gpu": size} for size in batches)), published=None)
+        for batches in ("12345", sizes)
+    )
+    assert mixed.predicted_s == pytest.approx(plain.predicted_s)
 
 
-def test_a_damaged_artifact_is_not_taken_for_an_odd_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_artifact_is_no_reason_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(queries: Sequence[Query], *, published: object) -> Answers:
         raise IntegrityError("the trees do not fit")
 
-    monkeypatch.setattr(evaluation, "answer_queries", answer)
+    monkeypatch.setattr(evaluate_tables, "answer_queries", answer)
     with pytest.raises(IntegrityError):
         evaluate(write(tmp_path, {}))
 
 
-def test_csv_and_parquet_of_the_same_rows_give_the_same(tmp_path: Path) -> None:
+def test_csv_and_parquet_of_the_same_rows_have_the_same_scores(tmp_path: Path) -> None:
     path = write(tmp_path, {"team": "x"}, {"precision": "fp32", "team": ""}, {"gpu": "?"})
     write_table(tmp_path / "table.parquet", pd.read_csv(path))
     assert evaluate(str(tmp_path / "table.parquet"), "team") == evaluate(path, "team")
 
 
 @pytest.mark.slow
-def test_the_shipped_table_is_predicted_whole_but_for_rows_that_say_too_little(tmp_path: Path) -> None:
+def test_the_shipped_table_is_predicted_except_rows_that_lack_facts(tmp_path: Path) -> None:
     path = tmp_path / "shipped.csv"
     shipped_measurements().to_csv(path, index=False)
     result = evaluate(str(path), "precision", "source", "family", "kind", "network", "is_mlperf", "reason")
@@ -278,13 +279,13 @@ def test_the_shipped_table_is_predicted_whole_but_for_rows_that_say_too_little(t
     assert result == predict_table(published=None).summarise(by=list(result["by"]))
 
 
-def test_mutilated_copies_of_shipped_rows_are_accounted_for(tmp_path: Path) -> None:
+def test_every_mutilated_copy_of_a_shipped_row_is_counted(tmp_path: Path) -> None:
     rng = random.Random(0)
     frame = shipped_measurements().sample(300, random_state=0).astype(object)
     odd = ["", "nan", "-1", "0", "1e300", "many", "ü漢字", "tp8-pp2", "1e9", "V100-SXM2-16GB", "fp8", "99999x99999"]
     for column in frame.columns.drop("num_gpus"):
-        hit = [rng.random() < 0.05 for _ in range(len(frame))]
-        frame.loc[hit, column] = [rng.choice(odd) for _ in range(sum(hit))]
+        mask = [rng.random() < 0.05 for _ in range(len(frame))]
+        frame.loc[mask, column] = [rng.choice(odd) for _ in range(sum(mask))]
     for dropped in (
         [],
         ["row_id", "notes", "flag", "parallelism"],
@@ -339,14 +340,14 @@ def write_curves(tmp_path: Path, *rows: dict[str, str], drop: str = "") -> str:
     return str(path)
 
 
-def test_the_shipped_curves_score_as_they_do_inside(tmp_path: Path) -> None:
+def test_a_file_of_the_shipped_curves_has_the_scores_of_the_table(tmp_path: Path) -> None:
     frame = shipped_collectives()
     frame.to_csv(tmp_path / "curves.csv", index=False)
     assert evaluate_curves(str(tmp_path / "curves.csv")) == evaluate_collectives(frame)
     assert set(evaluate_curves(str(tmp_path / "curves.csv"), by=["site"])["by"]) == {"site"}
 
 
-def test_a_bad_cell_costs_its_curve_row_alone(tmp_path: Path) -> None:
+def test_a_bad_cell_costs_only_its_own_curve_row(tmp_path: Path) -> None:
     odd = [{"bytes": "many"}, {"seconds": ""}, {"num_gpus": "1e300"}, {"bytes": "1e300"}, {"num_nodes": "-1"},
            {"gpu": "ü"}, {"collective": ""}, {"seconds": "inf"}]  # fmt: skip
     result = evaluate_curves(write_curves(tmp_path, {"team": "x"}, {}, *odd), by=["team"])

@@ -1,11 +1,11 @@
-"""The columns that a walk fills, each worked by hand for a small walk."""
+"""The columns of a walk, each worked by hand for a small walk."""
 
 import dataclasses
 import math
 
 import pytest
 
-from precision_time.predictor.rows.walk_features import CLOSED_WALK_FEATURES, WALK_FEATURES, describe_walk
+from precision_time.predictor.rows.features import CLOSED_FORM_FEATURES, WALK_FEATURES, describe_walk
 from precision_time.predictor.setup.hardware import HardwareSpec, find_hardware
 from precision_time.predictor.setup.precision import parse_precision
 from precision_time.predictor.workloads.walk import READY_POINTS, RIDGES, OpCount, Walk
@@ -74,8 +74,8 @@ def describe(precision: str = "fp32", *, samples: float = 2.0, device: HardwareS
     return describe_walk(WALKS, device or make_device(), parse_precision(precision), samples=samples)
 
 
-def test_every_column_of_a_small_walk_is_what_the_hand_finds() -> None:
-    told = describe()
+def test_every_column_of_a_small_walk_is_as_worked_by_hand() -> None:
+    columns = describe()
     # 2 samples x (80 + 120) bytes at the ridge of 16 and 100 of weights, at 1e9 a second
     operations_s = (2 * 200 + 100) / 1e9
     # 2 x 2000 FLOPs at 16e9 a second against 2 x 100 + 100 bytes
@@ -128,17 +128,16 @@ def test_every_column_of_a_small_walk_is_what_the_hand_finds() -> None:
         "log_gradient_bytes": math.log(80),
         "log_gradient_tensors": math.log(4),
     }
-    assert told == pytest.approx(expected)
-    assert tuple(told) == WALK_FEATURES
-    assert set(CLOSED_WALK_FEATURES) < set(WALK_FEATURES)
+    assert columns == pytest.approx(expected)
+    assert tuple(columns) == WALK_FEATURES
 
 
-def test_columns_of_the_network_hold_for_every_batch_and_the_others_follow_it() -> None:
+def test_columns_of_the_network_are_equal_for_all_batches_and_the_others_are_not() -> None:
     few, many = describe(samples=2.0), describe(samples=32.0)
     changed = {name for name in WALK_FEATURES if few[name] != many[name]}
     assert changed == {
-        *CLOSED_WALK_FEATURES, "log_walked_flops", "log_flops_per_operation", "log_walked_bytes",
-        "weight_traffic_share",
+        *(name for name in CLOSED_FORM_FEATURES if name in WALK_FEATURES), "log_walked_flops",
+        "log_flops_per_operation", "log_walked_bytes", "weight_traffic_share",
     }  # fmt: skip
     assert many["log_walked_flops"] - few["log_walked_flops"] == pytest.approx(math.log(16))
     assert many["weight_traffic_share"] == pytest.approx(100 / 3300)
@@ -147,47 +146,47 @@ def test_columns_of_the_network_hold_for_every_batch_and_the_others_follow_it() 
     assert many["log_launch_over_roofline"] < few["log_launch_over_roofline"]
 
 
-def test_autocast_is_told_by_its_own_walk() -> None:
-    told = describe("amp_bf16")
+def test_autocast_is_described_by_its_own_walk() -> None:
+    columns = describe("amp_bf16")
     # (40 + 40) bytes at the ridge of 64, and 80 that no sample adds to
-    assert told["log_operation_roofline_s"] == pytest.approx(math.log((2 * 80 + 80) / 1e9))
-    assert told["bytes_over_fp32"] == pytest.approx(80 / 100)
-    assert told["bytes_cast"] == pytest.approx(15 / 80)
-    assert told["log_walked_operations"] == pytest.approx(math.log(21))
-    assert (told["log_scores"], told["ready_at_half"]) == (0.0, 0.5)
+    assert columns["log_operation_roofline_s"] == pytest.approx(math.log((2 * 80 + 80) / 1e9))
+    assert columns["bytes_over_fp32"] == pytest.approx(80 / 100)
+    assert columns["bytes_cast"] == pytest.approx(15 / 80)
+    assert columns["log_walked_operations"] == pytest.approx(math.log(21))
+    assert (columns["log_scores"], columns["ready_at_half"]) == (0.0, 0.5)
 
 
-def test_a_pure_format_does_what_fp32_does_on_half_of_the_bytes() -> None:
-    full, told = describe(), describe("bf16")
+def test_a_pure_16_bit_format_does_the_operations_of_fp32_on_half_of_the_bytes() -> None:
+    full, columns = describe(), describe("bf16")
     # half of the bytes: an operation waits for memory up to 32 FLOPs per byte of the walk's own
     waited = math.sqrt(80 * 40) + math.sqrt(120 * 60)
-    assert told["log_operation_roofline_s"] == pytest.approx(math.log((2 * waited + 100) / 2 / 1e9))
-    assert told["bytes_over_fp32"] == 0.5
-    assert told["log_walked_bytes"] == pytest.approx(full["log_walked_bytes"] - math.log(2))
-    assert told["weight_traffic_share"] == full["weight_traffic_share"]
-    assert told["bytes_softmax"] == full["bytes_softmax"]
+    assert columns["log_operation_roofline_s"] == pytest.approx(math.log((2 * waited + 100) / 2 / 1e9))
+    assert columns["bytes_over_fp32"] == 0.5
+    assert columns["log_walked_bytes"] == pytest.approx(full["log_walked_bytes"] - math.log(2))
+    assert columns["weight_traffic_share"] == full["weight_traffic_share"]
+    assert columns["bytes_softmax"] == full["bytes_softmax"]
 
 
-def test_summed_over_operations_the_roofline_is_never_below_that_of_the_whole() -> None:
+def test_the_roofline_summed_over_operations_is_never_below_that_of_the_whole() -> None:
     for precision in ("fp32", "amp_bf16", "bf16"):
         for samples in (1.0, 64.0, 1e6):
-            told = describe(precision, samples=samples)
-            assert told["log_operations_over_whole"] >= 0
-            assert 0 < told["product_share_of_roofline"] <= 1
+            columns = describe(precision, samples=samples)
+            assert columns["log_operations_over_whole"] >= 0
+            assert 0 < columns["product_share_of_roofline"] <= 1
 
 
 def test_a_device_without_the_format_computes_in_fp32() -> None:
     device = dataclasses.replace(make_device(), peak_flops_per_s={"fp32": 16e9 / 0.7})
-    told = describe("bf16", device=device)
+    columns = describe("bf16", device=device)
     # the ridge of 16 on half of the bytes stands at 8 FLOPs per byte of the walk's own
     waited = math.sqrt(160 * 80) + math.sqrt(320 * 120)
-    assert told["log_operation_roofline_s"] == pytest.approx(math.log((2 * waited + 100) / 2 / 1e9))
+    assert columns["log_operation_roofline_s"] == pytest.approx(math.log((2 * waited + 100) / 2 / 1e9))
 
 
-def test_a_network_that_was_never_walked_has_no_such_columns() -> None:
-    told = describe_walk(None, make_device(), parse_precision("fp32"), samples=2.0)
-    assert tuple(told) == WALK_FEATURES
-    assert all(math.isnan(value) for value in told.values())
+def test_a_network_that_was_never_walked_has_no_values() -> None:
+    columns = describe_walk(None, make_device(), parse_precision("fp32"), samples=2.0)
+    assert tuple(columns) == WALK_FEATURES
+    assert all(math.isnan(value) for value in columns.values())
 
 
 def test_there_is_a_column_for_every_ridge() -> None:
