@@ -45,7 +45,7 @@ class CampaignPages:
         self._grid: list[GridRow] = []
         self._plots = CampaignPlots(pictures={}, remarks=())
 
-    def conclude(self, result: CampaignResult, *, dataset: TimingsDataset) -> None:
+    def write_report(self, result: CampaignResult, *, dataset: TimingsDataset) -> None:
         """Show the grid as the run leaves it, and write the report with the pictures of its cells."""
         measurements = dataset.measurements()
         recorded = dataset.recorded_cells()
@@ -64,9 +64,9 @@ class CampaignPages:
             # Pictures lean on cards, artifacts and fonts; nothing of that may undo a campaign that is recorded.
             log_of_run().warning("the pictures of the report were not drawn: %s: %s", type(error).__name__, error)
             self._plots = CampaignPlots(pictures={}, remarks=(f"Pictures are missing: {type(error).__name__}.",))
-        self.report(result)
+        self.rewrite_report(result)
 
-    def report(self, result: CampaignResult) -> None:
+    def rewrite_report(self, result: CampaignResult) -> None:
         """Write the report again, with what ``result`` says now, on its page and into the data folder."""
         pictures = self._plots.pictures
         report = markdown_report(result, self._grid, plots=pictures, remarks=self._plots.remarks)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from precision_time.flows.clusters.settings import SlurmOptions, is_local
-from precision_time.flows.planning.changes import check_unchanged, limits_of
+from precision_time.flows.planning.changed_settings import check_unchanged, limits_of
 from precision_time.flows.planning.order import order_cells
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.predictor.closed_form.solve import solve_closed_form

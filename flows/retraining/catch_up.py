@@ -80,12 +80,12 @@ def apply_catch_up(policy: CatchUpPolicy, *, grace: timedelta = GRACE) -> CatchU
             for one in due
             if policy != "all" and one.expected_start_time is not None and _skip(client, one, by=run.name)
         ]
-    caught_up = _conclude(policy, skipped, without_run, late=_lateness(run, now), grace=grace)
+    caught_up = _decide(policy, skipped, without_run, late=_lateness(run, now), grace=grace)
     _tell(caught_up, by=run.name)
     return caught_up
 
 
-def _conclude(
+def _decide(
     policy: CatchUpPolicy,
     skipped: list[SkippedRun],
     without_run: list[datetime],

@@ -44,7 +44,7 @@ def up(
     retraining keeps the schedule that it has, at first one that is switched off.
     """
     from precision_time.flows.stack.deployments import NIGHTLY_CRON, Nightly
-    from precision_time.flows.stack.processes import adopt_environment
+    from precision_time.flows.stack.services import adopt_environment
     from precision_time.flows.stack.up import Addresses, UpSettings, stay_up
 
     folder = _find_home(home)
@@ -86,10 +86,10 @@ def doctor(
     Asks only PREFECT_API_URL or the server of --home, the scheduler, and the places of timings and registry. Ends
     with 3 when there are problems; warnings do not count.
     """
-    from precision_time.flows.stack.doctor import Patient, examine
+    from precision_time.flows.stack.doctor import Installation, examine
     from precision_time.flows.stack.findings import describe_findings
 
-    findings = examine(Patient.find(_find_home(home), cluster=cluster, data=data))
+    findings = examine(Installation.find(_find_home(home), cluster=cluster, data=data))
     is_well = all(found.level != "problem" for found in findings)
     if as_json:
         typer.echo(json.dumps({"ok": is_well, "findings": [found.to_dict() for found in findings]}, indent=2))

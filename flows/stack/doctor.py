@@ -23,7 +23,7 @@ from precision_time.storage.configuration import configured_registry_url
 from precision_time.storage.errors import PrecisionTimeError
 from precision_time.storage.filesystem import open_store
 
-__all__ = ["Patient", "examine"]
+__all__ = ["Installation", "examine"]
 
 PACKAGE = "precision-time"
 #: Under this much free space a campaign of an ordinary size does not fit.
@@ -35,7 +35,7 @@ _COUNT_DEVICES = "import json, torch; print(json.dumps([torch.version.cuda, torc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
+class Installation:
     """What is looked at; None for what is not set up here. Nothing else is asked over the network."""
 
     api: str | None
@@ -43,10 +43,10 @@ class Patient:
     cluster: str | None
     data: str | None
     registry: str | None
-    died: str | None = None
+    unclean_home: str | None = None
 
     @classmethod
-    def find(cls, home: Path, *, cluster: str | None = None, data: str | None = None) -> "Patient":
+    def find(cls, home: Path, *, cluster: str | None = None, data: str | None = None) -> "Installation":
         """What the environment names, else what ``precision-time up`` runs or left in ``home``."""
         running = read_addresses(home)
         left = home / "precision-time-data"
@@ -57,28 +57,28 @@ class Patient:
             cluster=cluster or (running.scheduler if running else None),
             data=data or (str(left) if left.is_dir() else None),
             registry=configured_registry_url() or (str(registry) if registry.is_dir() else None),
-            died=str(home) if running is None and (home / STATE).exists() else None,
+            unclean_home=str(home) if running is None and (home / STATE).exists() else None,
         )
 
 
-def examine(patient: Patient) -> list[Finding]:
+def examine(installation: Installation) -> list[Finding]:
     """All findings, topic by topic; a check that fails itself is a finding too. Takes some seconds."""
     findings = [*_guarded("versions", lambda: list(_examine_versions()))]
-    if patient.died is not None:
+    if installation.unclean_home is not None:
         what = "the stack of this home ended without tidying up"
-        findings.append(warning("up", what, evidence=patient.died, fix="precision-time up takes it over"))
-    cluster = patient.cluster
+        findings.append(warning("up", what, evidence=installation.unclean_home, fix="precision-time up takes it over"))
+    cluster = installation.cluster
 
     def server() -> list[Finding]:
         nonlocal cluster
-        found, theirs = examine_server(patient.api, login=patient.login)
+        found, theirs = examine_server(installation.api, login=installation.login)
         cluster = cluster or theirs
         return found
 
     findings += _guarded("prefect", server)
     findings += _guarded("dask", lambda: _examine_cluster(cluster))
     findings += _guarded("gpus", _examine_gpus)
-    for topic, url in (("data", patient.data), ("registry", patient.registry)):
+    for topic, url in (("data", installation.data), ("registry", installation.registry)):
         findings += _guarded(topic, partial(_examine_store, topic, url))
     return findings
 

@@ -21,12 +21,12 @@ from precision_time.flows.clusters.local_gpus import count_gpus, name_devices
 from precision_time.flows.clusters.settings import ADDRESS, ADDRESS_EXPECTED, is_address
 from precision_time.flows.stack.deployments import POOL, Nightly, load_forms, plan_deployments, register_deployments
 from precision_time.flows.stack.lost_runs import end_lost_runs
-from precision_time.flows.stack.processes import (
+from precision_time.flows.stack.services import (
     LOOPBACK,
-    Part,
+    Service,
     choose_port,
-    dask_parts,
-    prefect_parts,
+    dask_services,
+    prefect_services,
     require_free,
     require_scheduler,
 )
@@ -165,15 +165,15 @@ def prefilled_form(ui: str, deployment: str, parameters: dict[str, Any]) -> str:
 
 
 class _Stack:
-    """The parts in the order of their start."""
+    """The services in the order of their start."""
 
     def __init__(self, settings: UpSettings, stop: _Stop, say: Callable[[str], None]) -> None:
         self.settings, self.stop_asked, self.say = settings, stop, say
         logs = settings.home / "logs"
         self.api = f"http://{LOOPBACK}:{settings.port}/api"
-        self.server, self.worker = prefect_parts(port=settings.port, logs=logs)
-        self.scheduler: Part | None = None
-        self.dask_workers: Part | None = None
+        self.server, self.worker = prefect_services(port=settings.port, logs=logs)
+        self.scheduler: Service | None = None
+        self.dask_workers: Service | None = None
         self.dask_address = settings.cluster if is_address(settings.cluster) else None
         self.dashboard: str | None = None
         self.dask_counts: str | None = None
@@ -192,7 +192,7 @@ class _Stack:
             )
         workers = gpus or self.settings.workers or max(2, min(os.cpu_count() or 1, MOST_CPU_WORKERS))
         port, dashboard = choose_port(DASK_PORT), choose_port(DASHBOARD_PORT)
-        self.scheduler, self.dask_workers = dask_parts(
+        self.scheduler, self.dask_workers = dask_services(
             port=port, dashboard_port=dashboard, workers=workers, on_gpus=gpus > 0, logs=logs
         )
         self.dask_address = f"tcp://{LOOPBACK}:{port}"
@@ -204,17 +204,21 @@ class _Stack:
         self.devices = name_devices("cuda" if gpus else "cpu", count=workers)
 
     @property
-    def parts(self) -> list[Part]:
+    def services(self) -> list[Service]:
         """In the order in which they are started; stopped in the opposite one."""
         worker = [self.worker] if self.settings.with_worker else []
-        return [self.server, *(part for part in (self.scheduler, self.dask_workers) if part is not None), *worker]
+        return [
+            self.server,
+            *(service for service in (self.scheduler, self.dask_workers) if service is not None),
+            *worker,
+        ]
 
     def start(self, *, since: float) -> Addresses | None:
-        """Start all and wait until each part does its work; None when a signal came meanwhile."""
+        """Start all and wait until each service does its work; None when a signal came meanwhile."""
         self.say("starting Prefect's server, which takes about half a minute the first time")
-        for part in self.parts:
-            if part is not self.worker:
-                part.start()
+        for service in self.services:
+            if service is not self.worker:
+                service.start()
         planned = plan_deployments(
             self.settings.home,
             cluster=self.dask_address or "auto",
@@ -273,16 +277,18 @@ class _Stack:
 
             return self._until(is_online, self.worker)
 
-    def _until(self, condition: Callable[[], bool], *parts: Part) -> bool:
+    def _until(self, condition: Callable[[], bool], *services: Service) -> bool:
         deadline = time.monotonic() + START_S
         while not condition():
             if self.stop_asked.is_asked:
                 return False
-            for part in parts:
-                part.require_running()
+            for service in services:
+                service.require_running()
             if time.monotonic() > deadline:
                 raise PrecisionTimeError(
-                    f"no answer of {parts[0].name}", got=f"nothing within {START_S:g} s", fix=f"see {parts[0].log}"
+                    f"no answer of {services[0].name}",
+                    got=f"nothing within {START_S:g} s",
+                    fix=f"see {services[0].log}",
                 )
             time.sleep(0.2)
         return True
@@ -290,37 +296,37 @@ class _Stack:
     def watch(self) -> None:
         """Stay until a signal, and start again what has died."""
         while not self.stop_asked.is_asked:
-            for part in self.parts:
-                if not part.is_running:
-                    self._revive(part)
+            for service in self.services:
+                if not service.is_running:
+                    self._revive(service)
             time.sleep(0.2)
 
-    def _revive(self, part: Part) -> None:
+    def _revive(self, service: Service) -> None:
         now = time.monotonic()
         self._deaths = [*(then for then in self._deaths if now - then < WITHIN_S), now]
         if len(self._deaths) >= DEATHS:
             raise PrecisionTimeError(
-                f"{part.name} does not stay", got=part.tail() or "no message", fix=f"see {part.log}"
+                f"{service.name} does not stay", got=service.tail() or "no message", fix=f"see {service.log}"
             )
-        self.say(f"{part.name} ended; starting it again")
-        if part is self.worker:
+        self.say(f"{service.name} ended; starting it again")
+        if service is self.worker:
             # The kernel told its runs to end: what they say themselves is better than what we can say.
             end_lost_runs("The worker that ran it died.")
-        part.stop()
-        part.start()
+        service.stop()
+        service.start()
 
     def stop(self) -> None:
         """Stop all: runs with their worker first, while the server still takes their last word."""
         self.say("stopping; press Ctrl-C again to stop at once")
         if self.worker.process is not None:
-            self.worker.ask_to_stop(hurried=self._is_hurried)
+            self.worker.ask_to_stop(is_hurried=self._is_hurried)
             if self.server.is_running and not self._is_hurried():
                 # Its runs were told to end with it, and may say themselves how far they came.
                 end_lost_runs("precision-time up was stopped.")
-            self.worker.stop(hurried=self._is_hurried)
-        for part in (self.dask_workers, self.scheduler, self.server):
-            if part is not None:
-                part.stop(hurried=self._is_hurried)
+            self.worker.stop(is_hurried=self._is_hurried)
+        for service in (self.dask_workers, self.scheduler, self.server):
+            if service is not None:
+                service.stop(is_hurried=self._is_hurried)
         self.say("stopped")
 
     def _is_hurried(self) -> bool:
@@ -328,7 +334,7 @@ class _Stack:
 
 
 def _ask(url: str) -> bytes | None:
-    """What a page of a part answers; None while it does not."""
+    """What a page of a service answers; None while it does not."""
     with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
         body: bytes = answer.read()
         return body

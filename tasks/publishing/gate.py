@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from precision_time.predictor.answering.artifact import PublishedPredictor
 from precision_time.predictor.rows.observations import Observation
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import Validation, coverage_holds
 
 __all__ = ["Comparison", "GateDecision", "chance_of_mean", "correct_for_many", "judge_challenger"]

@@ -26,7 +26,7 @@ from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import PrecisionTimeError
 from precision_time.storage.schema import OPTIONS, Measurement
-from precision_time.tasks.publishing.publish import find_champion, trained_cells
+from precision_time.tasks.publishing.champion import find_champion, trained_cells
 from precision_time.tasks.publishing.validate import Validation
 
 if TYPE_CHECKING:

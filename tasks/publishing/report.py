@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from precision_time.predictor.scoring.scoreboard import METHOD_TITLES, title_split
 from precision_time.tasks.publishing.drift import DriftReport
 from precision_time.tasks.publishing.gate import GateDecision
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import Accuracy, Validation
 
 __all__ = ["accuracy_rows", "readable_accuracy", "write_report"]

@@ -18,7 +18,7 @@ from precision_time.predictor.scoring.cross_validation import (
 )
 from precision_time.predictor.scoring.fit_error_covariance import estimate_effects
 from precision_time.predictor.setup.precision import PRECISIONS
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.snapshot import Snapshot
 
 __all__ = ["Accuracy", "Validation", "chance_of_coverage", "coverage_holds", "validate_predictor"]
 

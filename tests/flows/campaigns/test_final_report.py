@@ -69,7 +69,7 @@ def test_the_report_is_kept_beside_the_data_and_a_full_disk_costs_no_more_than_i
 
     spec = make_spec(tmp_path)
     pages = CampaignPages(plan_campaign(spec, probe=lambda wanted: device))
-    pages.conclude(make_result(spec), dataset=TimingsDataset(spec.data))
+    pages.write_report(make_result(spec), dataset=TimingsDataset(spec.data))
     report = tmp_path / "data" / "campaigns" / "v1" / "end" / "report.md"
     assert report.read_text(encoding="utf-8").startswith("# Campaign end: complete\n")
 
@@ -77,7 +77,7 @@ def test_the_report_is_kept_beside_the_data_and_a_full_disk_costs_no_more_than_i
         raise StorageFullError("no room")
 
     monkeypatch.setattr(LocalStore, "write_bytes", fill)
-    pages.report(make_result(spec))
+    pages.rewrite_report(make_result(spec))
     assert "the report was not kept in the data folder" in caplog.text
 
 

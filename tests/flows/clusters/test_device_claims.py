@@ -14,7 +14,7 @@ import pytest
 from precision_time.flows.clusters import device_claims
 from precision_time.flows.clusters.cluster import open_cluster
 from precision_time.flows.clusters.device_claims import LOCKS_VARIABLE, claim_devices
-from precision_time.flows.stack.processes import choose_port
+from precision_time.flows.stack.services import choose_port
 from precision_time.flows.stack.up import Addresses, UpSettings, _Stack, stay_up
 from precision_time.storage.errors import InputError, StorageError
 

@@ -10,6 +10,7 @@ import pytest
 
 from precision_time.flows.retraining.catch_up import CatchUp
 from precision_time.flows.retraining.spec import NightlySpec, RetrainSpec, RollBackSpec
+from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.storage.errors import NotFoundError, StorageError
 from precision_time.storage.local import LocalStore
 from precision_time.storage.registry import Registry
@@ -140,8 +141,10 @@ def test_a_night_that_is_held_back_ends_well_with_its_reason_and_the_same_data_i
         assert held_back.reasons == ["worse on all 24 rows"]
 
         trained: list[object] = []
-        fit = retrain.fit_predictor
-        patch.setattr(retrain, "fit_predictor", lambda *parts, **told: trained.append(parts) or fit(*parts, **told))
+        fit = HierarchicalPredictor.fit
+        patch.setattr(
+            HierarchicalPredictor, "fit", lambda *rows, **settings: trained.append(rows) or fit(*rows, **settings)
+        )
         for _ in range(2):
             again = night(make_spec(folder)).retraining
             assert (again.status, again.artifact_id) == ("nothing new", "default@1")

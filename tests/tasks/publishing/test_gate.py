@@ -13,7 +13,7 @@ from precision_time.predictor.rows.observations import observe
 from precision_time.tasks.publishing.drift import watch_drift
 from precision_time.tasks.publishing.gate import chance_of_mean, correct_for_many, judge_challenger
 from precision_time.tasks.publishing.report import write_report
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import validate_predictor
 
 

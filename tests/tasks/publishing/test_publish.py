@@ -13,8 +13,9 @@ from precision_time.storage.errors import InputError, IntegrityError, NotFoundEr
 from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
 from precision_time.tasks.publishing import publish
-from precision_time.tasks.publishing.publish import export_bundle, find_champion, publish_predictor, trained_cells
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.champion import find_champion, trained_cells
+from precision_time.tasks.publishing.publish import export_bundle, publish_predictor
+from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import Validation
 
 

@@ -8,7 +8,7 @@ from precision_time.predictor.scoring.metrics import score
 from precision_time.tasks.publishing import validate
 from precision_time.tasks.publishing.gate import GateDecision
 from precision_time.tasks.publishing.report import write_report
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import (
     CALIBRATED_ON,
     chance_of_coverage,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_time.flows.planning.changes import check_unchanged, list_changes, note_measured, note_settings
+from precision_time.flows.planning.changed_settings import check_unchanged, list_changes, note_measured, note_settings
 from precision_time.flows.planning.plan import plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.storage.errors import InputError

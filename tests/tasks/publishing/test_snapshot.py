@@ -10,7 +10,7 @@ from precision_time.predictor.rows.public_table import load_public_table, shippe
 from precision_time.storage.errors import InputError, UnknownNameError
 from precision_time.storage.tables import write_table
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.publishing.train import take_snapshot
+from precision_time.tasks.publishing.snapshot import take_snapshot
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,10 @@ def test_too_few_rows_are_refused(tmp_path: Path) -> None:
 def test_the_same_table_and_seed_give_the_same_bytes_in_another_process(table: str) -> None:
     program = (
         "import hashlib, sys\n"
-        "from precision_time.tasks.publishing.train import fit_predictor, take_snapshot\n"
-        "files = fit_predictor(take_snapshot(measurements=sys.argv[1]), seed=int(sys.argv[2])).to_files()\n"
+        "from precision_time.predictor.learning.hierarchy import HierarchicalPredictor\n"
+        "from precision_time.tasks.publishing.snapshot import take_snapshot\n"
+        "rows = take_snapshot(measurements=sys.argv[1]).training\n"
+        "files = HierarchicalPredictor.fit(rows, seed=int(sys.argv[2])).to_files()\n"
         "print(*(hashlib.sha256(files[name]).hexdigest() for name in ('trees.npz', 'predictor.json')))"
     )
 

@@ -22,10 +22,10 @@ from precision_time.tasks.process_ties import start_tied
 
 __all__ = [
     "LOOPBACK",
-    "Part",
+    "Service",
     "choose_port",
-    "dask_parts",
-    "prefect_parts",
+    "dask_services",
+    "prefect_services",
     "require_free",
     "require_scheduler",
 ]
@@ -41,14 +41,14 @@ _FOREIGN = re.compile(
 
 
 @dataclass(slots=True)
-class Part:
+class Service:
     """One process of the stack, its log, and the seconds that it may take to end after SIGTERM."""
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path
-    patience_s: float = 10.0
+    stop_wait_s: float = 10.0
     process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
     started: float = field(default=0.0, init=False)
 
@@ -80,19 +80,19 @@ class Part:
         except OSError:
             return ""
 
-    def ask_to_stop(self, *, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Send SIGTERM, and wait until it has ended, its patience is over or the caller is ``hurried``."""
+    def ask_to_stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Send SIGTERM, and wait until it has ended, its patience is over or the caller is ``is_hurried``."""
         if self.process is not None and self.is_running:
             self.process.terminate()
-        deadline = time.monotonic() + self.patience_s
-        while self.is_running and time.monotonic() < deadline and not hurried():
+        deadline = time.monotonic() + self.stop_wait_s
+        while self.is_running and time.monotonic() < deadline and not is_hurried():
             time.sleep(0.05)
 
-    def stop(self, *, hurried: Callable[[], bool] = lambda: False) -> None:
+    def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """``ask_to_stop``, then SIGKILL to what is left of its session."""
         if self.process is None:
             return
-        self.ask_to_stop(hurried=hurried)
+        self.ask_to_stop(is_hurried=is_hurried)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -118,18 +118,20 @@ def adopt_environment(home: Path, port: int) -> None:
     )
 
 
-def prefect_parts(*, port: int, logs: Path) -> tuple[Part, Part]:
+def prefect_services(*, port: int, logs: Path) -> tuple[Service, Service]:
     """Prefect's server with its pages, and the worker that starts the runs, in the environment that was adopted."""
     environment = dict(os.environ)
     for_server = {name: value for name, value in environment.items() if name != "PREFECT_API_URL"}
     for_server |= SERVER_ENVIRONMENT | {"PREFECT_UI_API_URL": environment["PREFECT_API_URL"]}
-    server = Part("Prefect's server", server_command(port), for_server, logs / "server.log")
+    server = Service("Prefect's server", server_command(port), for_server, logs / "server.log")
     start = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
-    worker = Part("the worker", [*start, "--name", WORKER_NAME], environment, logs / "worker.log", patience_s=30.0)
+    worker = Service("the worker", [*start, "--name", WORKER_NAME], environment, logs / "worker.log", stop_wait_s=30.0)
     return server, worker
 
 
-def dask_parts(*, port: int, dashboard_port: int, workers: int, on_gpus: bool, logs: Path) -> tuple[Part, Part]:
+def dask_services(
+    *, port: int, dashboard_port: int, workers: int, on_gpus: bool, logs: Path
+) -> tuple[Service, Service]:
     """A Dask scheduler on the loopback address, and its workers: one a rank, or one a GPU."""
     environment = (
         os.environ | dask_environment() | ({} if on_gpus else {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"})
@@ -137,7 +139,7 @@ def dask_parts(*, port: int, dashboard_port: int, workers: int, on_gpus: bool, l
     address = f"tcp://{LOOPBACK}:{port}"
     start = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", LOOPBACK, "--port", str(port)]
     dashboard = f"{LOOPBACK}:{dashboard_port}"
-    scheduler = Part(
+    scheduler = Service(
         "the Dask scheduler", [*start, "--dashboard-address", dashboard], environment, logs / "dask-scheduler.log"
     )
     shared = ["--no-dashboard", "--memory-limit", "0", "--host", LOOPBACK]
@@ -146,7 +148,7 @@ def dask_parts(*, port: int, dashboard_port: int, workers: int, on_gpus: bool, l
     else:
         command = [sys.executable, "-m", "distributed.cli.dask_worker", address, *shared, "--nthreads", "1"]
         command += ["--nworkers", str(workers)]
-    return scheduler, Part("the Dask workers", command, environment, logs / "dask-workers.log")
+    return scheduler, Service("the Dask workers", command, environment, logs / "dask-workers.log")
 
 
 def is_free(port: int) -> bool:

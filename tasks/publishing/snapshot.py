@@ -1,4 +1,4 @@
-"""Take one snapshot of recorded timings and of tables of measurements, and fit the predictor on it."""
+"""Read recorded timings and tables of measurements once, as the snapshot that one retraining works on."""
 
 import hashlib
 import re
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
-from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.rows.observations import Observation, observe, observe_table
 from precision_time.predictor.rows.public_table import load_public_table
 from precision_time.predictor.setup.hardware import HardwareSpec
@@ -24,7 +23,7 @@ SHIPPED_TABLE = "measurements.parquet"
 #: What ``load_public_table`` calls a row that has no id: its place, which another file has too.
 _NO_ID = re.compile(r"row \d+")
 
-__all__ = ["FEWEST_CELLS", "Snapshot", "fit_predictor", "take_snapshot"]
+__all__ = ["FEWEST_CELLS", "Snapshot", "take_snapshot"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +103,6 @@ def take_snapshot(
         problems=tuple(problem for source in sources for problem in source.problems),
         refused=dict(sum((source.refused for source in sources), Counter[str]())),
     )
-
-
-def fit_predictor(snapshot: Snapshot, *, seed: int) -> HierarchicalPredictor:
-    """Fit on the training rows of ``snapshot``; the same snapshot and seed give the same trees."""
-    return HierarchicalPredictor.fit(snapshot.training, seed=seed)
 
 
 def _read_dataset(url: str) -> _Source:
