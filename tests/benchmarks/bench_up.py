@@ -8,7 +8,6 @@ The target is 90 s after installation, with the database made and every process 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,18 +17,18 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from precision_time.tests.processes import free_port
+
 DEPLOYMENT = "profiling-campaign/profiling-campaign"
 
 
 def main() -> int:
     """Start ``up`` in a temporary home, start a Quick run, and stop it all again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="bench-up-") as folder:
         home = Path(folder) / "home"
         started = time.monotonic()
-        command = [sys.executable, "-m", "precision_time", "up", "--home", str(home), "--port", str(port), "--json"]
+        command = [sys.executable, "-m", "precision_time", "up", "--home", str(home), "--json"]
+        command += ["--port", str(free_port())]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None

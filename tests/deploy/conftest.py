@@ -5,17 +5,17 @@ import os
 import pwd
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from precision_time.tests.processes import free_port, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 START_S = 180.0
@@ -60,12 +60,6 @@ def image_environment() -> dict[str, str]:
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.removeprefix("ENV ").split() for line in text.splitlines() if line.startswith("ENV ")]
     return {key: value for line in lines for key, _, value in (pair.partition("=") for pair in line) if key != "PATH"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Team:
@@ -121,11 +115,12 @@ class Team:
 
     def wait_until_healthy(self, service: str) -> None:
         test = self.compose["services"][service].get("healthcheck", {}).get("test")
-        deadline = time.monotonic() + START_S
-        while test is not None and self.check(service, test) != 0:
+
+        def is_healthy() -> bool:
             assert self.running[service].poll() is None, self.log(service)[-3000:]
-            assert time.monotonic() < deadline, self.log(service)[-3000:]
-            time.sleep(0.5)
+            return test is None or self.check(service, test) == 0
+
+        wait_for(is_healthy, seconds=START_S, what=f"a healthy {service}", poll_s=0.5)
 
     def check(self, service: str, test: list[str]) -> int:
         assert test[0] == "CMD"

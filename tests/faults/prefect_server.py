@@ -4,11 +4,11 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from precision_time.tests.processes import free_port, wait_for
 
 __all__ = ["PrefectServer"]
 
@@ -25,9 +25,7 @@ class PrefectServer:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         }
         self.environment.pop("PREFECT_API_URL", None)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/api"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -41,14 +39,15 @@ class PrefectServer:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        deadline = time.monotonic() + START_S
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
+
+        def answers() -> bool:
+            assert self.process is not None
             assert self.process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server did not answer in time"
-            time.sleep(0.3)
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return False
+
+        wait_for(answers, seconds=START_S, what="an answer of the server", poll_s=0.3)
 
     def assert_caught_up(self, *, cells: int) -> None:
         """The run and its tasks have ended well, the table is full, and the bar at its end."""

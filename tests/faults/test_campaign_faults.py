@@ -1,125 +1,21 @@
 """Campaigns that are killed, interrupted, poisoned, or have nowhere to write: real processes, real signals."""
 
-import contextlib
 import ctypes
 import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import psutil
 import pytest
 
 from precision_time.flows.clusters.scratch import PREFIX
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.faults.marked_processes import WAIT_S, Campaign, assert_whole
 from precision_time.tests.faults.prefect_server import PrefectServer
 
 pytestmark = pytest.mark.faults
-
-MARK = "PRECISION_TIME_TEST_MARK"
-WAIT_S = 180
-
-FILE = """\
-name: faults
-models: {models}
-precisions: [fp32, amp_bf16]
-gpus: {gpus}
-batch_sizes: [4]
-device: cpu
-data: {data}
-warmup_steps: 3
-measured_steps: 5
-seconds_per_cell: 5s
-timeout_per_cell: 2m
-"""
-
-
-class Campaign:
-    """A campaign file, and the processes of its command: every descendant carries a mark in its environment."""
-
-    def __init__(self, folder: Path, prefect_home: Path) -> None:
-        self.folder = folder
-        self.data = folder / "data"
-        self.mark = uuid.uuid4().hex
-        self.environment = os.environ | {MARK: self.mark, "PREFECT_HOME": str(prefect_home), "PYTHONPATH": str(folder)}
-        self.environment.pop("PREFECT_API_URL", None)
-
-    def write(self, *, models: str = "[mlp]", gpus: str = "[1, 2]") -> None:
-        text = FILE.format(models=models, gpus=gpus, data=json.dumps(str(self.data)))
-        (self.folder / "campaign.yaml").write_text(text, encoding="utf-8")
-
-    def start(self, preexec: Callable[[], None] | None = None) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "precision_time", "campaign", "campaign.yaml", "--json"],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=preexec,
-        )
-
-    def wait_for_cells(self, process: "subprocess.Popen[str]", count: int) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not self.data.exists() or len(TimingsDataset(str(self.data)).recorded_cells()) < count:
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline, "no cell was recorded in time"
-            time.sleep(0.2)
-
-    def wait_for_rank(self) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not any("precision_time.tasks.ranks.rank" in " ".join(command) for command in self.living()):
-            assert time.monotonic() < deadline, "no rank was started in time"
-            # Each look reads the environment of every process.
-            time.sleep(0.2)
-
-    def living(self) -> list[list[str]]:
-        """The command lines of the processes of this campaign that are still alive; a zombie is not."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    found.append(process.cmdline())
-        return found
-
-    def assert_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 30
-        while self.living() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert self.living() == []
-
-
-@pytest.fixture(scope="module")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prefect")
-
-
-@pytest.fixture
-def campaign(tmp_path: Path, prefect_home: Path) -> Iterator[Campaign]:
-    campaign = Campaign(tmp_path, prefect_home)
-    yield campaign
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == campaign.mark:
-                process.kill()
-
-
-def assert_whole(data: Path, *, cells: int) -> None:
-    """Every cell has all of its rows once, and one outcome says that it was recorded."""
-    dataset = TimingsDataset(str(data))
-    rows = dataset.read().select(["cell_id", "rank", "step", "is_warmup"]).to_pylist()
-    assert len({row["cell_id"] for row in rows}) == cells
-    assert max(Counter(tuple(row.values()) for row in rows).values()) == 1
-    recorded = [outcome.cell_id for outcome in dataset.outcomes() if outcome.status == "recorded"]
-    assert len(recorded) == len(set(recorded))
 
 
 def test_a_killed_campaign_leaves_no_process_and_goes_on_where_it_stopped(campaign: Campaign) -> None:

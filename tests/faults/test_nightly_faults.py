@@ -4,7 +4,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,6 +14,7 @@ import pytest
 
 from precision_time.storage.registry import Registry
 from precision_time.tests.faults.prefect_server import PrefectServer
+from precision_time.tests.processes import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -60,14 +60,6 @@ def client_of(server: PrefectServer) -> Iterator[Any]:
 def events(client: Any, prefix: str) -> list[dict[str, Any]]:
     answer = client.request("POST", "/events/filter", json={"filter": {"event": {"prefix": [prefix]}}, "limit": 50})
     return answer.json()["events"]
-
-
-def wait_until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"{what} did not happen in time"
-        time.sleep(0.5)
-    return found
 
 
 def slow_down(rows, factor: float):
@@ -180,7 +172,8 @@ def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
         record(data, slow_down(measure(models=("mlp",), seed=3), 2.0))
         drifted = night()
         assert drifted["drift"]["verdict"] == "drifting"
-        wait_until(lambda: events(client, "precision-time.predictor.drifting"), "the event of a drift")
+        drifting = "precision-time.predictor.drifting"
+        wait_for(lambda: events(client, drifting), seconds=WAIT_S, what="the event of a drift")
         seen = {event["event"].rpartition(".")[2] for event in events(client, "precision-time.predictor.")}
         assert {"published", "nothing-new", "night-ended", "drifting"} <= seen
         old = nightly_retrain(NightlySpec(data=data, registry=registry, stale_after_days=1e-6))
@@ -191,8 +184,10 @@ def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
                 event["resource"]["prefect.resource.name"] for event in events(client, "prefect.automation.triggered")
             ]
 
-        wait_until(lambda: AUTOMATIONS["drifting"] in triggered(), "the automation of a drift")
-        wait_until(lambda: AUTOMATIONS["stale"] in triggered(), "the automation of a predictor that is stale")
+        wait_for(lambda: AUTOMATIONS["drifting"] in triggered(), seconds=WAIT_S, what="the automation of a drift")
+        wait_for(
+            lambda: AUTOMATIONS["stale"] in triggered(), seconds=WAIT_S, what="the automation of a stale predictor"
+        )
         assert triggered().count(AUTOMATIONS["drifting"]) == 1
         assert AUTOMATIONS["silent"] not in triggered()
 
@@ -261,7 +256,7 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
             fired = events(client, "prefect.automation.triggered")
             return expected <= {event["resource"]["prefect.resource.name"] for event in fired}
 
-        wait_until(all_fired, "each automation")
+        wait_for(all_fired, seconds=WAIT_S, what="each automation")
         silent = [
             event["payload"]["triggering_labels"]["prefect.resource.id"]
             for event in events(client, "prefect.automation.triggered")
@@ -269,9 +264,8 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
         ]
         assert "precision-time.predictor.quiet" in silent
         assert "precision-time.predictor.busy" not in silent
-        wait_until(
-            lambda: client.read_flow_run(dead.id).state.type == StateType.CRASHED, "the end of a run that is dead"
-        )
+        is_crashed = lambda: client.read_flow_run(dead.id).state.type == StateType.CRASHED  # noqa: E731
+        wait_for(is_crashed, seconds=WAIT_S, what="the end of a run that is dead")
 
 
 def test_the_script_for_teams_sets_both_periods_and_keeps_them_when_it_runs_again(

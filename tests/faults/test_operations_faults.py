@@ -4,12 +4,9 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,37 +17,27 @@ import pytest
 from precision_time.storage.registry import Registry
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.process_ties import tied_command
+from precision_time.tests.faults.marked_processes import RANKS, MarkedProcesses
+from precision_time.tests.processes import free_port, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
-MARK = "PRECISION_TIME_TEST_MARK"
 START_S = 180.0
 RUN_S = 240.0
 CAMPAIGN = "profiling-campaign/profiling-campaign"
 NIGHTLY = "nightly-retrain/nightly-retrain"
 RETRAIN = "retrain-predictor/retrain-predictor"
 ROLL_BACK = "roll-back/roll-back"
-RANKS = "precision_time.tasks.ranks.rank"
 
 
-def wait_for(condition: Callable[[], Any], *, seconds: float, what: str) -> Any:
-    """What ``condition`` returns as soon as that is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
-        time.sleep(0.2)
-    return value
-
-
-class Stack:
-    """One ``up`` in a home of its own; all of its descendants carry a mark in their environment."""
+class Stack(MarkedProcesses):
+    """One ``up`` in a home of its own."""
 
     def __init__(self, home: Path) -> None:
+        super().__init__(PYTHONUNBUFFERED="1")
         self.home = home
         self.data = home / "precision-time-data"
         self.registry = home / "precision-time-registry"
-        self.mark = uuid.uuid4().hex
-        self.environment = os.environ | {MARK: self.mark, "PYTHONUNBUFFERED": "1"}
         self.process: subprocess.Popen[str] | None = None
         self.found: dict[str, Any] = {}
 
@@ -65,12 +52,9 @@ class Stack:
         )
 
     def start(self, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        up = [sys.executable, "-m", "precision_time", "up", "--home", str(self.home), "--port", str(port), "--json"]
+        up = [sys.executable, "-m", "precision_time", "up", "--home", str(self.home), "--port", str(free_port())]
         self.process = subprocess.Popen(
-            tied_command([*up, *options], stop=signal.SIGTERM, parent=os.getpid()),
+            tied_command([*up, "--json", *options], stop=signal.SIGTERM, parent=os.getpid()),
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=(self.home.parent / "up.err").open("a"),
@@ -144,24 +128,11 @@ class Stack:
     def cells(self) -> set[str]:
         return set(TimingsDataset(str(self.data)).recorded_cells()) if self.data.exists() else set()
 
-    def living(self, *words: str) -> list[str]:
-        """The command lines of this stack's processes that are alive and hold ``words``; a zombie is not."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    line = " ".join(process.cmdline())
-                    found += [line] if all(word in line for word in words) else []
-        return found
-
     def worker(self) -> psutil.Process:
         assert self.process is not None
         children = psutil.Process(self.process.pid).children()
         (found,) = [child for child in children if "worker start" in " ".join(child.cmdline())]
         return found
-
-    def assert_nothing_is_left(self) -> None:
-        wait_for(lambda: not self.living(), seconds=30, what="the end of all processes")
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +140,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("operations") / "home")
     stack.start("--workers", "2")
     yield stack
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == stack.mark:
-                process.kill()
+    stack.kill_all()
 
 
 def test_a_second_up_says_what_runs_and_a_port_in_use_says_who_has_it(stack: Stack, tmp_path: Path) -> None:
@@ -189,11 +157,9 @@ def test_a_second_up_says_what_runs_and_a_port_in_use_says_who_has_it(stack: Sta
 
 
 def test_up_is_not_announced_when_its_dask_workers_do_not_start(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    home = str(tmp_path / "home")
     ended = subprocess.run(
-        [sys.executable, "-m", "precision_time", "up", "--home", str(tmp_path / "home"), "--port", port, "--json"],
+        [sys.executable, "-m", "precision_time", "up", "--home", home, "--port", str(free_port()), "--json"],
         env=os.environ | {"DASK_DISTRIBUTED__WORKER__PRELOAD": '["no_such_module"]'},
         capture_output=True, text=True, check=False, timeout=START_S,
     )  # fmt: skip

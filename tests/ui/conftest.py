@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
+
+from precision_time.tests.processes import free_port, wait_for
 
 START_S = 180.0
 #: What `up` says about the nightly retraining here; the tests look for it on its page.
@@ -65,27 +65,22 @@ class Stack:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """``precision-time up`` with two CPU workers and a nightly schedule, in an empty home and on free ports."""
     folder = tmp_path_factory.mktemp("up")
     home, out, log = folder / "home", folder / "up.json", folder / "up.log"
-    command = [sys.executable, "-m", "precision_time", "up", "--json", "--home", str(home), "--port", str(_free_port())]
+    command = [sys.executable, "-m", "precision_time", "up", "--json", "--home", str(home), "--port", str(free_port())]
     command += ["--cluster", "local", "--workers", "2", "--nightly", CRON, "--timezone", TIMEZONE]
     with out.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
-        deadline = time.monotonic() + START_S
-        while not out.read_text().endswith("\n"):
+
+        def is_up() -> bool:
             assert process.poll() is None, f"up ended: {log.read_text()}"
-            assert time.monotonic() < deadline, f"up did not come up: {log.read_text()}"
-            time.sleep(0.2)
+            return out.read_text().endswith("\n")
+
+        wait_for(is_up, seconds=START_S, what="the start of up")
         yield Stack(home, log, json.loads(out.read_text()))
     finally:
         process.send_signal(signal.SIGINT)

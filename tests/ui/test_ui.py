@@ -2,16 +2,15 @@
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.processes import wait_for
 from precision_time.tests.ui.conftest import TIMEZONE, Stack
 
 pytestmark = [pytest.mark.ui, pytest.mark.timeout(600)]
@@ -22,15 +21,6 @@ PAGE_S = 30.0
 CAMPAIGN = "profiling-campaign"
 
 expect.set_options(timeout=1000 * PAGE_S)
-
-
-def wait_for(condition: Callable[[], Any], *, seconds: float, what: str) -> Any:
-    """What ``condition`` returns as soon as that is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
-        time.sleep(0.2)
-    return value
 
 
 def find_field(page: Page, title: str) -> Locator:

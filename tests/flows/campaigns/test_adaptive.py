@@ -20,6 +20,7 @@ from precision_time.predictor.rows.observations import observe
 from precision_time.storage.schema import CellOutcome, GridCell, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probing.probe_device import ProbeReport
+from precision_time.tests.flows.made_up import make_outcome
 
 Measure = Callable[..., list[Measurement]]
 
@@ -87,14 +88,6 @@ def answer(plan: CampaignPlan, measure: Measure, cells: Sequence[GridCell]) -> l
     return [replace(row, gpu=plan.device.hardware.name) for row in made_up if cell_of(row) in wanted]
 
 
-def record_outcome(outcomes: dict[str, CellOutcome], cell_id: str, *, status: str = "recorded") -> None:
-    outcomes[cell_id] = CellOutcome(
-        cell_id=cell_id, attempt=1, status=status, model="m", precision="fp32", world_size=1, nodes=1,
-        per_gpu_batch_size=1, gradient_accumulation_steps=1, strategy="ddp", gpu="g", host="h", started_at=0.0,
-        duration_s=1.0,
-    )  # fmt: skip
-
-
 def test_a_campaign_begins_with_its_cover_and_ends_at_its_budget(
     plan: CampaignPlan, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +100,7 @@ def test_a_campaign_begins_with_its_cover_and_ends_at_its_budget(
         sizes.append(len(batch))
         for planned in batch:
             assert planned.cell_id not in outcomes
-            record_outcome(outcomes, planned.cell_id)
+            outcomes[planned.cell_id] = make_outcome(planned)
             done.append(planned.cell)
     assert done[:FEWEST_TO_FIT] == [planned.cell for planned in plan.missing[:FEWEST_TO_FIT]]
     assert sizes == [12, 4, 4]
@@ -122,6 +115,6 @@ def test_without_a_predictor_the_order_goes_on_and_failures_use_up_the_budget(
     outcomes: dict[str, CellOutcome] = {}
     while batch := choose(outcomes):
         for planned in batch:
-            record_outcome(outcomes, planned.cell_id, status="failed")
+            outcomes[planned.cell_id] = make_outcome(planned, cause="signal 9")
     assert list(outcomes) == [planned.cell_id for planned in plan.missing[:20]]
     assert "no predictor could be fitted" in capsys.readouterr().err

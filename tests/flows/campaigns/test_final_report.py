@@ -1,7 +1,5 @@
 """The end of a campaign: the retraining that may follow it, and a report that outlives the server."""
 
-import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from precision_time.storage.errors import StorageFullError
 from precision_time.storage.schema import CellOutcome, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probing.probe_device import ProbeReport
+from precision_time.tests.flows.made_up import make_outcome, measure_by
 
 Measure = Callable[..., list[Measurement]]
 Record = Callable[[str, Sequence[Measurement]], None]
@@ -110,18 +109,10 @@ def test_a_retraining_follows_the_campaign_and_stands_in_its_report(
         cell = planned.cell
         (made_up,) = measure(models=("mlp",), precisions=("fp32",), world_sizes=(cell.world_size,), batches=(8,))
         record(dataset.url, [replace(made_up, cell_id=planned.cell_id)])
-        return CellOutcome(
-            cell_id=planned.cell_id, attempt=1, status="recorded", cause="", rows=3, model=cell.model,
-            precision=cell.precision, world_size=cell.world_size, nodes=1, per_gpu_batch_size=8,
-            gradient_accumulation_steps=1, strategy="ddp", gpu="cpu-test-2c", host="here", started_at=0.0,
-            duration_s=1.0,
-        )  # fmt: skip
+        return make_outcome(planned)
 
     monkeypatch.setattr(retrain, "run_retraining", run_retraining)
-    monkeypatch.setattr(campaign, "plan_campaign", functools.partial(plan_campaign, probe=lambda wanted: device))
-    monkeypatch.setattr(campaign, "open_cluster", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(campaign, "check_scratch", lambda *_: None)
-    monkeypatch.setattr(campaign, "measure_cell", measure_cell)
+    measure_by(measure_cell, device=device, monkeypatch=monkeypatch)
     spec = make_spec(tmp_path)
     state = campaign.profiling_campaign(spec, return_state=True)
     result = CampaignResult.model_validate(state.result())

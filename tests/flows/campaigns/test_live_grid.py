@@ -1,7 +1,6 @@
 """What the page of a running campaign shows: a table that fills, a bar, a report with pictures, a log and a name."""
 
 import contextlib
-import functools
 import json
 import re
 import time
@@ -20,6 +19,7 @@ from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.storage.schema import CellOutcome, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probing.probe_device import ProbeReport
+from precision_time.tests.flows.made_up import make_outcome, measure_by
 
 Record = Callable[[str, Sequence[Measurement]], None]
 WAIT_S = 60
@@ -40,16 +40,6 @@ def make_measurement(planned: PlannedCell, *, seconds: float) -> Measurement:
         precision=cell.precision, strategy="ddp", per_gpu_batch_size=cell.per_gpu_batch_size,
         gradient_accumulation_steps=1, framework="pytorch", iteration_time_s=seconds, cell_id=planned.cell_id,
         compute_time_s=seconds, communication_time_s=0.0, exposed_communication_s=0.0,
-    )  # fmt: skip
-
-
-def make_outcome(planned: PlannedCell, *, cause: str = "", message: str = "") -> CellOutcome:
-    cell = planned.cell
-    return CellOutcome(
-        cell_id=planned.cell_id, attempt=1, status="failed" if cause else "recorded", cause=cause, message=message,
-        rows=0 if cause else 3, model=cell.model, precision=cell.precision, world_size=cell.world_size, nodes=1,
-        per_gpu_batch_size=8, gradient_accumulation_steps=1, strategy="ddp", gpu="cpu-test-2c", host="here",
-        started_at=0.0, duration_s=1.5,
     )  # fmt: skip
 
 
@@ -156,10 +146,7 @@ def test_the_page_of_a_run_shows_one_table_that_fills_and_then_a_report_with_pic
         return make_outcome(planned)
 
     monkeypatch.setattr(live_grid, "EVERY_S", 0.05)
-    monkeypatch.setattr(campaign, "plan_campaign", functools.partial(plan_campaign, probe=lambda wanted: device))
-    monkeypatch.setattr(campaign, "open_cluster", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(campaign, "check_scratch", lambda *_: None)
-    monkeypatch.setattr(campaign, "measure_cell", measure_cell)
+    measure_by(measure_cell, device=device, monkeypatch=monkeypatch)
     result = campaign.run_campaign(make_spec(tmp_path))
 
     assert len(seen) == 4
@@ -203,10 +190,7 @@ def test_the_log_of_a_run_says_what_it_plans_and_what_came_of_each_cell(
         record(dataset.url, [make_measurement(planned, seconds=0.2)])
         return make_outcome(planned)
 
-    monkeypatch.setattr(campaign, "plan_campaign", functools.partial(plan_campaign, probe=lambda wanted: device))
-    monkeypatch.setattr(campaign, "open_cluster", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(campaign, "check_scratch", lambda *_: None)
-    monkeypatch.setattr(campaign, "measure_cell", measure_cell)
+    measure_by(measure_cell, device=device, monkeypatch=monkeypatch)
     with caplog.at_level("INFO", logger="prefect"):
         campaign.run_campaign(make_spec(tmp_path, precisions=["fp32"]))
     said = [one.getMessage() for one in caplog.records if one.name in ("prefect.flow_runs", "prefect.task_runs")]

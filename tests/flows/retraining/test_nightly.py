@@ -24,20 +24,8 @@ def make_spec(folder: Path, **changes: object) -> NightlySpec:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, measure, record, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Recorded timings, and a quick validation that lets every challenger through."""
-    from precision_time.flows.retraining import retrain
-    from precision_time.tasks.publishing.gate import GateDecision
-    from precision_time.tasks.publishing.validate import Validation
-
-    validation = Validation(accuracy={}, cross_validations={}, radii={"known": 0.2}, level=0.9)
-    monkeypatch.setattr(retrain, "validate_predictor", lambda snapshot, **settings: validation)
-    monkeypatch.setattr(
-        retrain, "judge_challenger", lambda snapshot, validation, **settings: GateDecision(passed=True, reasons=())
-    )
-    monkeypatch.setattr(retrain, "draw_retraining_plots", lambda *parts: {})
-    monkeypatch.setattr(retrain, "write_report", lambda *parts, **settings: "# Accuracy\n")
-    monkeypatch.setattr(retrain, "publish_pages", lambda **pages: None)
+def folder(tmp_path: Path, passing_gate: None, measure, record) -> Path:
+    """Recorded timings, and a gate that lets every challenger through."""
     record(str(tmp_path / "timings"), measure(models=("mlp",)))
     return tmp_path
 

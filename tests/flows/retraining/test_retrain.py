@@ -128,23 +128,6 @@ def table(tmp_path_factory) -> str:
     return path
 
 
-@pytest.fixture
-def passing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick validation that lets everything through: what is tested is what becomes of the result."""
-    from precision_time.flows.retraining import retrain
-    from precision_time.tasks.publishing.gate import GateDecision
-    from precision_time.tasks.publishing.validate import Validation
-
-    validation = Validation(accuracy={}, cross_validations={}, radii={"known": 0.2}, level=0.9)
-    monkeypatch.setattr(retrain, "validate_predictor", lambda snapshot, **settings: validation)
-    monkeypatch.setattr(
-        retrain, "judge_challenger", lambda snapshot, validation, **settings: GateDecision(passed=True, reasons=())
-    )
-    monkeypatch.setattr(retrain, "draw_retraining_plots", lambda *parts: {})
-    monkeypatch.setattr(retrain, "write_report", lambda *parts, **settings: "# Accuracy\n")
-    monkeypatch.setattr(retrain, "publish_pages", lambda **pages: None)
-
-
 @pytest.mark.usefixtures("passing_gate")
 def test_tables_and_timings_make_one_artifact_and_new_cells_a_new_one(tmp_path, table, measure, record) -> None:
     from precision_time.flows.retraining.retrain import run_retraining

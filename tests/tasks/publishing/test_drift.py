@@ -10,17 +10,13 @@ from precision_time.predictor.answering.artifact import PublishedPredictor
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.rows.observations import observe
 from precision_time.tasks.publishing.drift import watch_drift
-
-
-class Manifest:
-    artifact_id = "default@7"
+from precision_time.tests.tasks.publishing.made_up import as_champion
 
 
 @pytest.fixture(scope="module")
 def champion(measure) -> PublishedPredictor:
     radius = {"known": math.log(1.3)}
-    predictor = HierarchicalPredictor.fit(observe(measure())).with_intervals(radius, level=0.9)
-    return PublishedPredictor(manifest=Manifest(), predictor=predictor, workloads=(), hardware=())  # type: ignore[arg-type]
+    return as_champion(HierarchicalPredictor.fit(observe(measure())).with_intervals(radius, level=0.9))
 
 
 def remeasure(measure, *, slower: dict[str, float], **what: object):

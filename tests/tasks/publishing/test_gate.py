@@ -15,26 +15,11 @@ from precision_time.tasks.publishing.gate import chance_of_mean, correct_for_man
 from precision_time.tasks.publishing.report import write_report
 from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import validate_predictor
-
-
-class Manifest:
-    artifact_id = "default@7"
-
-
-def snapshot_of(measurements, holdout=()) -> Snapshot:
-    return Snapshot(
-        training=tuple(observe(measurements)),
-        holdout=tuple(observe(holdout)),
-        workloads=(),
-        hardware=(),
-        sha256="0" * 64,
-        problems=(),
-    )
+from precision_time.tests.tasks.publishing.made_up import as_champion, make_snapshot
 
 
 def publish(measurements, radii=None) -> PublishedPredictor:
-    predictor = HierarchicalPredictor.fit(observe(measurements)).with_intervals(radii or {}, level=0.9)
-    return PublishedPredictor(manifest=Manifest(), predictor=predictor, workloads=(), hardware=())  # type: ignore[arg-type]
+    return as_champion(HierarchicalPredictor.fit(observe(measurements)).with_intervals(radii or {}, level=0.9))
 
 
 def scale(measurements, factor):
@@ -48,16 +33,6 @@ def scale(measurements, factor):
         )
         for number, row in enumerate(measurements)
     ]
-
-
-@pytest.fixture(scope="module")
-def snapshot(measure) -> Snapshot:
-    return snapshot_of(measure(), measure(models=("gpt2_mini",)))
-
-
-@pytest.fixture(scope="module")
-def validation(snapshot):
-    return validate_predictor(snapshot, level=0.9, seed=0)
 
 
 def test_a_first_artifact_passes_on_coverage_and_a_win_over_the_closed_forms(snapshot, validation) -> None:
@@ -95,8 +70,8 @@ def test_a_challenger_that_is_worse_on_new_rows_is_stopped(measure) -> None:
     new = measure(batches=(8, 16, 32))
     champion = publish(new)
     confused = scale(new, lambda number, row: 3.0 if number % 2 else 1.0)
-    validation = validate_predictor(snapshot_of(confused), level=0.9, seed=0)
-    decision = judge_challenger(snapshot_of(new), validation, champion=champion, trained={})
+    validation = validate_predictor(make_snapshot(observe(confused)), level=0.9, seed=0)
+    decision = judge_challenger(make_snapshot(observe(new)), validation, champion=champion, trained={})
     assert not decision.passed
 
 

@@ -15,8 +15,7 @@ from precision_time.storage.registry import Registry
 from precision_time.tasks.publishing import publish
 from precision_time.tasks.publishing.champion import find_champion, trained_cells
 from precision_time.tasks.publishing.publish import export_bundle, publish_predictor
-from precision_time.tasks.publishing.snapshot import Snapshot
-from precision_time.tasks.publishing.validate import Validation
+from precision_time.tests.tasks.publishing.made_up import NOT_VALIDATED, make_snapshot
 
 
 def test_the_champion_is_the_version_the_alias_points_to_now(tmp_path: Path, measure, publish_made_up) -> None:
@@ -132,11 +131,10 @@ def test_the_device_that_is_assumed_is_that_of_campaigns_first(
             dataclasses.replace(seen, index=number)
             for number, seen in enumerate(observe(measure(models=("mlp",), batches=(8, 16, 32, 64), gpu=gpu)))
         ]
-    snapshot = Snapshot(training=tuple(rows), holdout=(), workloads=(), hardware=(), sha256="0" * 64, problems=())
     manifest = publish_predictor(
         HierarchicalPredictor.fit(rows),
-        snapshot,
-        Validation(accuracy={}, cross_validations={}, radii={}, level=0.9),
+        make_snapshot(rows),
+        NOT_VALIDATED,
         report="card",
         registry=str(tmp_path),
         name="default",
@@ -149,14 +147,13 @@ def test_the_device_that_is_assumed_is_that_of_campaigns_first(
 
 def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tmp_path: Path, measure) -> None:
     rows = observe(measure())
-    snapshot = Snapshot(training=tuple(rows), holdout=(), workloads=(), hardware=(), sha256="5" * 64, problems=())
     plots = {"error.png": b"\x89PNG\r\n\x1a\n...", "speed.svg": b"<svg/>"}
 
     def publish_with(plots: dict[str, bytes]) -> ArtifactManifest:
         return publish_predictor(
             HierarchicalPredictor.fit(rows).with_intervals({"known": 0.1, "new model": 0.4}, level=0.9),
-            snapshot,
-            Validation(accuracy={}, cross_validations={}, radii={}, level=0.9),
+            make_snapshot(rows, sha256="5" * 64),
+            NOT_VALIDATED,
             report="# Card\n\n![Speed](plots/speed.svg)\n\n![Error](plots/error.png)\n\nThe rest.\n",
             registry=str(tmp_path),
             name="default",

@@ -15,8 +15,7 @@ from precision_time.tasks.publishing.champion import PublishedState, find_publis
 from precision_time.tasks.publishing.publish import publish_predictor
 from precision_time.tasks.publishing.publish_in_turn import publish_in_turn
 from precision_time.tasks.publishing.retraining_memory import RetrainingMemory
-from precision_time.tasks.publishing.snapshot import Snapshot
-from precision_time.tasks.publishing.validate import Validation
+from precision_time.tests.tasks.publishing.made_up import NOT_VALIDATED, make_snapshot
 
 MODELS = ("mlp", "vit_tiny", "bert_mini")
 
@@ -38,9 +37,7 @@ class Night:
         self.url, self.token = str(url), token
         observations = tuple(observe(rows))
         self.predictor = fit(observations)
-        self.snapshot = Snapshot(
-            training=observations, holdout=(), workloads=(), hardware=(), sha256=sha256 * 64, problems=()
-        )
+        self.snapshot = make_snapshot(observations, sha256=sha256 * 64)
         self.state = self.look_up()
 
     def look_up(self) -> PublishedState:
@@ -59,7 +56,7 @@ class Night:
             publish_predictor,
             self.predictor,
             self.snapshot,
-            Validation(accuracy={}, cross_validations={}, radii={}, level=0.9),
+            NOT_VALIDATED,
             report="card",
             registry=self.url,
             name="default",

@@ -3,40 +3,17 @@
 import pytest
 
 from precision_time.predictor.learning.splits import SPLITS
-from precision_time.predictor.rows.observations import observe
 from precision_time.predictor.scoring.metrics import score
 from precision_time.tasks.publishing import validate
 from precision_time.tasks.publishing.gate import GateDecision
 from precision_time.tasks.publishing.report import write_report
-from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import (
     CALIBRATED_ON,
     chance_of_coverage,
     coverage_holds,
     validate_predictor,
 )
-
-
-def snapshot_of(measurements, holdout=()) -> Snapshot:
-    return Snapshot(
-        training=tuple(observe(measurements)),
-        holdout=tuple(observe(holdout)),
-        workloads=(),
-        hardware=(),
-        sha256="0" * 64,
-        problems=(),
-    )
-
-
-@pytest.fixture(scope="module")
-def snapshot(measure) -> Snapshot:
-    return snapshot_of(measure(), measure(models=("gpt2_mini",)))
-
-
-@pytest.fixture(scope="module")
-def validation(snapshot):
-    return validate_predictor(snapshot, level=0.9, seed=0)
-
+from precision_time.tests.tasks.publishing.made_up import make_snapshot
 
 #: What 36 cells of three families on one GPU and at most two ranks allow.
 SCORED = {
@@ -86,8 +63,7 @@ def test_the_card_tells_the_errors_of_every_method_by_precision(validation, snap
 
 
 def write_card(validation) -> str:
-    snapshot = Snapshot(training=(), holdout=(), workloads=(), hardware=(), sha256="0" * 64, problems=())
-    return write_report(snapshot, validation, GateDecision(passed=True, reasons=()), holdout_models=())
+    return write_report(make_snapshot(), validation, GateDecision(passed=True, reasons=()), holdout_models=())
 
 
 @pytest.mark.parametrize(("covered", "holds"), [(36, True), (30, True), (20, False), (0, False)])
