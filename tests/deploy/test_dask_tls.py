@@ -58,7 +58,7 @@ def test_a_campaign_with_a_certificate_measures_over_tls(cluster, client_setting
 def test_a_client_without_a_certificate_is_refused(cluster) -> None:
     done = run_campaign(cluster)
     assert done.returncode == 2
-    assert "the cluster wants TLS" in done.stderr
+    assert "the cluster requires TLS" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(cluster.data.glob("refused/**/*.parquet"))
 

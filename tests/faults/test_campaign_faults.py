@@ -55,7 +55,7 @@ def test_a_campaign_in_which_nothing_can_run_starts_no_cluster_and_says_so(campa
     assert {cell["cause"] for cell in result["failed"]} == {"strategy-unsupported"}
     error = json.loads(err.splitlines()[-1])
     assert error["code"] == "E-PARTIAL"
-    assert error["got"].startswith("nothing is left to measure: what has no timings was refused")
+    assert error["got"].startswith("nothing is left to measure: the cells without timings were refused")
     assert len(TimingsDataset(str(campaign.data)).outcomes()) == len(result["failed"]) == 4
 
 

@@ -177,7 +177,7 @@ def test_the_doctor_finds_nothing_wrong_with_a_fresh_stack(stack: Stack) -> None
     assert examined.returncode == 0
     told = {found["topic"]: found["what"] for found in report["findings"]}
     assert told["worker"].startswith("1 online")
-    assert told["deployments"] == "4 are there"
+    assert told["deployments"] == "4 are registered"
     assert "2 workers" in told["dask"]
 
 

@@ -222,7 +222,7 @@ def test_probe_of_a_model_prints_measured_beside_predicted_and_saves_the_calibra
     assert "measured; without it calibrated by 2 measured rows: x" in lines[0]
     assert any(line.split()[:4] == ["amp_bf16", "32", "2", "A100-SXM4-80GB"] for line in lines)
     assert "answered by the closed forms, calibrated by 3 measured rows; load of the machine" in out
-    assert f"the calibration is in {kept}" in err
+    assert f"saved the calibration to {kept}" in err
     assert json.loads(kept.read_text(encoding="utf-8"))["artifact_id"] is None
 
 

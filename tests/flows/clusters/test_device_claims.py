@@ -52,7 +52,7 @@ def holder(scheduler: str = "") -> Iterator["subprocess.Popen[str]"]:
 def test_a_local_cluster_beside_another_is_refused_with_who_measures_there() -> None:
     with (
         holder() as other,
-        pytest.raises(InputError, match=rf"the CPU of this machine.*process {other.pid}: -c.*wait for its end"),
+        pytest.raises(InputError, match=rf"the CPU of this machine.*process {other.pid}: -c.*wait until it ends"),
         open_cluster("cpu", 1),
     ):
         pass
@@ -84,7 +84,7 @@ def test_a_killed_holder_holds_nothing() -> None:
 
 def test_of_several_devices_all_or_none_are_held() -> None:
     with claim_devices(["GPU-2"]):
-        with pytest.raises(InputError, match="GPU-2 is being measured on"), claim_devices(["GPU-1", "GPU-2"]):
+        with pytest.raises(InputError, match="GPU-2 is in use"), claim_devices(["GPU-1", "GPU-2"]):
             pass
         with claim_devices(["GPU-1", "GPU-3"]):
             pass

@@ -69,7 +69,7 @@ def test_each_cell_keeps_the_settings_it_was_measured_with(tmp_path: Path) -> No
         note_settings(spec)
         for cell in cells:
             note_measured(spec, cell)
-    # Whoever comes second with a cell that another has recorded meanwhile finds both, and it counts as the own one.
+    # A cell that two campaigns recorded has both notes, and counts as unchanged for both.
     note_measured(other, "a")
     everything = set("abcdefg")
     assert list_changes(first, cells=everything) == ["measured_steps: 30 -> 20 (cells: 3)"]

@@ -137,7 +137,7 @@ def test_nights_for_which_a_server_that_was_off_made_no_run_are_listed_as_well(c
     assert caught_up.reason == "2 missed runs skipped; 9 missed times without a run: this run does their work"
     log, rows = said_by(client, runs[0])
     assert all(f"no run was made for {night:%Y-%m-%d %H:%M}" in log for night in nights[3:])
-    assert [(row["was to run"][:16], row["run"]) for row in rows] == [
+    assert [(row["scheduled for"][:16], row["run"]) for row in rows] == [
         (f"{night:%Y-%m-%d %H:%M}", name)
         for night, name in zip(nights[1:], [*(run.name for run in runs[1:]), *["none"] * 9], strict=True)
     ]

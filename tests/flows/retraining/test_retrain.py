@@ -159,13 +159,13 @@ def test_the_command_exports_what_is_in_use(tmp_path, table, capsys) -> None:
         "--export", str(tmp_path / "shipped" / "bundled"),
     ]  # fmt: skip
     assert run(command) == 0
-    assert "default@1 answers as bundled@1" in capsys.readouterr().err
+    assert "exported default@1 as bundled@1" in capsys.readouterr().err
     exported = {path.name for path in (tmp_path / "shipped" / "bundled" / "1").iterdir()}
     assert exported == {"manifest.json", "predictor.json", "trees.npz", "report.md"}
     assert run([*command, "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["status"] == "nothing new"
-    assert "default@1 answers as bundled@1" in captured.err
+    assert "exported default@1 as bundled@1" in captured.err
 
 
 def test_a_retraining_on_nothing_is_bad_input(tmp_path, capsys) -> None:

@@ -106,7 +106,7 @@ def test_the_form_has_chips_for_what_is_built_in_and_takes_what_is_not(forms: di
 )
 def test_a_schedule_that_cannot_be_is_refused(cron: str, timezone: str) -> None:
     with pytest.raises(InputError, match="five fields"):
-        Nightly(cron=cron, timezone=timezone).schedule()
+        Nightly(cron=cron, timezone=timezone).to_prefect()
 
 
 @pytest.mark.usefixtures("prefect_server")

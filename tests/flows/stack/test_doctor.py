@@ -157,14 +157,14 @@ def test_a_missing_and_a_wrong_login_are_told_apart_from_a_server_that_is_away(
     assert "PREFECT_API_AUTH_STRING" in found.fix
     assert "team:" not in str(found)
     well = find(make_installation(api=server.api, login=LOGIN), "auth", "ok")
-    assert well.what == "the server asks for the login that is set"
+    assert well.what == "the server requires a login, and accepts the one that is set"
 
 
 def test_an_open_server_and_plain_http_on_the_network_are_problems(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_server, "is_loopback", lambda url: False)
-    assert "in clear" in find(make_installation(api=server.api), "tls").what
+    assert "unencrypted" in find(make_installation(api=server.api), "tls").what
     assert "PREFECT_SERVER_API_AUTH_STRING" in find(make_installation(api=server.api), "auth").fix
 
 
@@ -246,7 +246,8 @@ def test_the_command_ends_with_3_only_when_there_is_a_problem(
 
 
 def test_an_api_that_was_set_wrongly_is_told_from_one_that_is_away(server: Server) -> None:
-    for api, what in ((server.api.removesuffix("/api"), "is not Prefect's API"), ("banana", "no address of a server")):
+    without_path = server.api.removesuffix("/api")
+    for api, what in ((without_path, "is not Prefect's API"), ("banana", "not the address of a server")):
         found = find(make_installation(api=api), "prefect")
         assert what in found.what
         assert "/api" in found.fix
@@ -255,4 +256,4 @@ def test_an_api_that_was_set_wrongly_is_told_from_one_that_is_away(server: Serve
 def test_a_stack_that_was_killed_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "up.json").write_text("{}", encoding="utf-8")
     installation = Installation.find(tmp_path)
-    assert "without tidying up" in find(installation, "up", "warning").what
+    assert "without cleaning up" in find(installation, "up", "warning").what

@@ -61,7 +61,7 @@ def test_what_a_dead_stack_left_is_taken_over(tmp_path: Path, taken_port: int) -
     said: list[str] = []
     with pytest.raises(InputError, match="in use"):
         stay_up(UpSettings(home=tmp_path, port=taken_port), announce=never, say=said.append)
-    assert said == ["the stack of process 17 ended without tidying up; taking over"]
+    assert said == ["the precision-time up of process 17 ended without cleaning up; taking over"]
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "tcp://host", "gpu"])
@@ -72,7 +72,7 @@ def test_a_cluster_that_up_cannot_offer_is_refused(tmp_path: Path, cluster: str)
 
 def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PrecisionTimeError, match="home of the stack"):
+    with pytest.raises(PrecisionTimeError, match="home folder cannot be written"):
         stay_up(UpSettings(home=tmp_path / "file"), announce=never)
 
 

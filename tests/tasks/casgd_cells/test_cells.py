@@ -166,7 +166,6 @@ def test_retraining_leaves_the_rows_out_and_counts_them(environment, measure, re
     assert [seen.measurement.cell_id for seen in snapshot.training] == [
         seen.measurement.cell_id for seen in networks.training
     ]
-    assert snapshot.refused == {NO_CARD: 2}
     assert snapshot.problems == ((url, f"2 cells cannot be used: {NO_CARD}"),)
     alone = str(tmp_path / "alone")
     run_glm_cells(cells, dataset=TimingsDataset(alone), **given)

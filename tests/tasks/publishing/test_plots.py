@@ -12,7 +12,7 @@ import pytest
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.predictor.scoring.cross_validation import CrossValidation
 from precision_time.storage.schema import Measurement
-from precision_time.tasks.publishing.plots import SHOWN, draw_campaign_plots, draw_retraining_plots, show_plots
+from precision_time.tasks.publishing.plots import CAPTIONS, draw_campaign_plots, draw_retraining_plots, show_plots
 from precision_time.tasks.publishing.validate import Validation
 
 Measure = Callable[..., list[Measurement]]
@@ -54,7 +54,7 @@ def test_it_is_said_who_predicted_and_how_much_of_it_the_artifact_had_seen(
     by_champion = _publish_champion(publish_made_up, tmp_path, measured[:18])
     (said,) = draw_campaign_plots(measured, name="trial", registry=by_champion).remarks
     assert said.startswith(
-        "Predictions are those of default@1, the champion of this campaign's registry, which has learned from 18 of "
+        "Predictions are those of default@1, the champion of this campaign's registry, which was trained on 18 of "
         "these 24 cells. Mean error "
     )
     (said,) = draw_campaign_plots(measured, name="trial", registry=str(tmp_path / "nothing")).remarks
@@ -106,7 +106,7 @@ def test_a_retraining_is_drawn_by_row_and_by_precision(measure: Measure) -> None
     pictures = draw_retraining_plots(validation, observed)
     assert list(pictures) == ["predicted.png", "precision.png", "gpus.png", "speedup.png"]
     assert all(png.startswith(b"\x89PNG") and len(png) < MOST_BYTES for png in pictures.values())
-    assert set(pictures) <= set(SHOWN)
+    assert set(pictures) <= set(CAPTIONS)
 
 
 def validate_made_up(observed: Sequence[Observation], *, error: float) -> Validation:
@@ -193,4 +193,4 @@ def test_runs_on_two_devices_share_no_line_and_no_ratio_and_repeats_count_once(
 
 def test_a_picture_has_words_for_whoever_cannot_see_it() -> None:
     (line, blank) = show_plots(["speedup.png"])
-    assert (line, blank) == ("![Speed-up of each precision over fp32, a point a cell](plots/speedup.png)", "")
+    assert (line, blank) == ("![Speed-up of each precision over fp32, one point per cell](plots/speedup.png)", "")

@@ -38,7 +38,7 @@ def test_what_is_not_scored_is_named_with_its_reason(validation) -> None:
     assert validation.left_out["row"] != validation.left_out["scale"]
     card = write_card(validation)
     for line in (
-        "- 5-fold by row: of few rows",
+        "- 5-fold by row: with few rows",
         "- leave GPU out: the rows do not",
         "- up to 8 GPUs to more: the rows",
     ):
