@@ -1,4 +1,4 @@
-"""What one retraining tells the next: a challenger that was held back, a drift reported, a publication unfinished."""
+"""Notes from one retraining for the next: a challenger held back, a drift reported, a publication unfinished."""
 
 import contextlib
 import hashlib

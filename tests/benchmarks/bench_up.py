@@ -32,10 +32,11 @@ def main() -> int:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
-            found = json.loads(process.stdout.readline())
+            addresses = json.loads(process.stdout.readline())
             up_s = time.monotonic() - started
-            run = _ask(f"{found['api']}/deployments/{found['deployments'][DEPLOYMENT]}/create_flow_run", {})
-            while (state := _ask(f"{found['api']}/flow_runs/{run['id']}")["state"])["type"] in ("SCHEDULED", "PENDING"):
+            run = _ask(f"{addresses['api']}/deployments/{addresses['deployments'][DEPLOYMENT]}/create_flow_run", {})
+            run_url = f"{addresses['api']}/flow_runs/{run['id']}"
+            while (state := _ask(run_url)["state"])["type"] in ("SCHEDULED", "PENDING"):
                 time.sleep(0.2)
             running_s = time.monotonic() - started
         finally:
@@ -59,7 +60,7 @@ def _ask(url: str, body: Any = None) -> Any:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            # SQLite was locked; Prefect's own pages and clients ask again too.
+            # SQLite was locked; Prefect's own pages and clients retry as well.
             if error.code != 503:
                 raise
             time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""A Prefect server of the tests: started, killed, and looked into."""
+"""A Prefect server that tests start, kill and inspect."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ START_S = 180.0
 
 
 class PrefectServer:
-    """``prefect server start`` on a port of its own, with a database that outlives it."""
+    """``prefect server start`` on a free port, with a database that outlives it."""
 
     def __init__(self, home: Path) -> None:
         self.environment = os.environ | {
@@ -50,7 +50,7 @@ class PrefectServer:
         wait_for(answers, seconds=START_S, what="an answer of the server", poll_s=0.3)
 
     def assert_caught_up(self, *, cells: int) -> None:
-        """The run and its tasks have ended well, the table is full, and the bar at its end."""
+        """The run and its tasks are Completed, the table is full, and the bar at its end."""
         from prefect.client.orchestration import get_client
         from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
         from prefect.settings import PREFECT_API_URL, temporary_settings

@@ -89,10 +89,10 @@ def test_other_settings_are_refused_with_the_difference_and_measure_nothing(
     process = campaign.start()
     out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out) == (2, "")
-    said = err.splitlines()[-1]
-    assert "warmup_steps" in said
-    assert "3" in said
-    assert "9" in said
+    message = err.splitlines()[-1]
+    assert "warmup_steps" in message
+    assert "3" in message
+    assert "9" in message
     assert TimingsDataset(str(campaign.data)).read().equals(before)
 
 
@@ -121,7 +121,7 @@ def allow_no_file_to_grow() -> None:
 
 
 def obey_file_modes() -> None:
-    """Without this capability root obeys them too; for anyone else the call fails and changes nothing."""
+    """Without this capability root obeys file modes too; for other users the call fails and changes nothing."""
     pr_capbset_drop, cap_dac_override = 24, 1
     ctypes.CDLL(None).prctl(pr_capbset_drop, cap_dac_override)
 

@@ -18,11 +18,11 @@ from precision_time.tests.processes import wait_for
 
 pytestmark = pytest.mark.faults
 
-#: Ranks of a cancelled run are gone within seconds; a busy machine gets some more.
+#: Ranks of a cancelled run end within seconds; a busy machine gets some more.
 CANCELLED_S = 20.0
 #: A rank that would take an hour, beside good ones.
 SLOW_MODEL = "import time\n\n\ndef make():\n    time.sleep(3600)\n"
-#: A rank on a machine whose counters say that others take all of it (a real scheduler leaves it short, whole bursts).
+#: A rank whose counters say that others use all of the CPU; a real scheduler would still give it bursts.
 CROWDED_MODEL = """\
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Retraining that is left alone, against a real Prefect server: what replaces a champion, and what is watched."""
+"""Unattended retraining with a real Prefect server: what replaces a champion, and what automations watch."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ def client_of(server: PrefectServer) -> Iterator[Any]:
 
     with temporary_settings({PREFECT_API_URL: server.url}), get_client(sync_client=True) as client:
         yield client
-        # What this process emitted goes out while the server lives: whoever drains the worker later waits for ever.
+        # Send this process's events while the server runs: a later drain of the worker would wait for ever.
         EventsWorker.drain_all(timeout=WAIT_S)
 
 
@@ -87,12 +87,12 @@ def test_a_better_challenger_replaces_the_champion_a_worse_one_does_not_and_a_ro
         capsys.readouterr()
         with client_of(server):
             code = run_command(["retrain", "--data", data, "--registry", registry, "--json"])
-        said = capsys.readouterr()
-        assert said.out, said.err
-        return code, json.loads(said.out)
+        printed = capsys.readouterr()
+        assert printed.out, printed.err
+        return code, json.loads(printed.out)
 
     def in_use() -> str:
-        # A process keeps the artifact that it has loaded, so each question has one of its own.
+        # A process keeps the artifact that it has loaded, so each question gets a new process.
         done = run(
             "-m", "precision_time", "predict", "--model", "vit_tiny", "--precision", "fp32", "--batch-size", "16",
             "--artifact", f"{registry}/default@champion", "--json",
@@ -107,19 +107,19 @@ def test_a_better_challenger_replaces_the_champion_a_worse_one_does_not_and_a_ro
     record(data, measure(models=("vit_tiny", "bert_mini")))
     code, better = retrain()
     assert (code, better["status"], better["artifact_id"]) == (0, "published", "default@2")
-    judged = {one["what"]: one for one in better["decision"]["comparisons"]}
+    judged = {comparison["what"]: comparison for comparison in better["decision"]["comparisons"]}
     assert judged["new rows"]["challenger"] < judged["new rows"]["champion"]
     assert in_use() == "default@2"
 
-    # Garbage: the same configurations, each off by another factor, so that learning from it makes answers worse.
+    # The same configurations, each off by another factor: training on them makes predictions worse.
     record(data, measure(models=("mlp", "vit_tiny", "bert_mini"), noise=1.0, seed=5))
     code, worse = retrain()
     assert (code, worse["status"], worse["artifact_id"]) == (3, "held back", "default@2")
-    assert [one["what"] for one in worse["decision"]["comparisons"] if one["worse"]]
+    assert [comparison["what"] for comparison in worse["decision"]["comparisons"] if comparison["worse"]]
     assert any("the champion's" in reason and ": worse" in reason for reason in worse["reasons"])
     assert in_use() == "default@2"
     assert Registry(registry).versions("default") == [1, 2]
-    # The same data, champion and settings: nothing to be judged again, by hand or by night.
+    # With the same data, champion and settings nothing is judged again, by hand or by night.
     code, again = retrain()
     assert (code, again["status"], again["artifact_id"]) == (0, "nothing new", "default@2")
     assert again["reasons"] == ["held back before on the same data, because " + "; ".join(worse["reasons"])]
@@ -174,8 +174,8 @@ def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
         assert drifted["drift"]["verdict"] == "drifting"
         drifting = "precision-time.predictor.drifting"
         wait_for(lambda: events(client, drifting), seconds=WAIT_S, what="the event of a drift")
-        seen = {event["event"].rpartition(".")[2] for event in events(client, "precision-time.predictor.")}
-        assert {"published", "nothing-new", "night-ended", "drifting"} <= seen
+        names = {event["event"].rpartition(".")[2] for event in events(client, "precision-time.predictor.")}
+        assert {"published", "nothing-new", "night-ended", "drifting"} <= names
         old = nightly_retrain(NightlySpec(data=data, registry=registry, stale_after_days=1e-6))
         assert old.stale is not None
 
@@ -211,26 +211,27 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
         deployment = client.create_deployment(flow_id, name="nightly-retrain")
         ids = {"nightly-retrain/nightly-retrain": deployment}
 
-        def standing() -> dict[str, Any]:
-            return {one.name: one for one in client.read_automations() if one.name in AUTOMATIONS.values()}
+        def registered() -> dict[str, Any]:
+            automations = {automation.name: automation for automation in client.read_automations()}
+            return {name: automations[name] for name in automations.keys() & set(AUTOMATIONS.values())}
 
         assert set(register_automations(deployment_ids=ids)) == set(AUTOMATIONS.values())
-        first = standing()
+        first = registered()
         assert not first[AUTOMATIONS["dead"]].enabled
         register_automations(deployment_ids=ids)
-        assert standing() == first
+        assert registered() == first
 
-        # What a person chose stays, the period too; the rest of a trigger is brought up to date.
+        # A person's choices stay, the period too; the rest of a trigger is updated.
         client.pause_automation(first[AUTOMATIONS["drifting"]].id)
         silence = first[AUTOMATIONS["silent"]]
         edited = silence.trigger.model_copy(update={"within": timedelta(days=9), "for_each": set()})
         client.update_automation(silence.id, AutomationCore(name=silence.name, trigger=edited, actions=silence.actions))
         register_automations(deployment_ids=ids)
-        kept = standing()[AUTOMATIONS["silent"]].trigger
-        assert (kept.within, kept.for_each) == (timedelta(days=9), {"prefect.resource.id"})
+        trigger = registered()[AUTOMATIONS["silent"]].trigger
+        assert (trigger.within, trigger.for_each) == (timedelta(days=9), {"prefect.resource.id"})
         register_automations(deployment_ids=ids, silent_after=timedelta(seconds=10), crash_dead_runs=True)
-        later = standing()
-        assert {name: one.id for name, one in later.items()} == {name: one.id for name, one in first.items()}
+        later = registered()
+        assert {name: later[name].id for name in later} == {name: first[name].id for name in first}
         assert not later[AUTOMATIONS["drifting"]].enabled
         assert later[AUTOMATIONS["dead"]].enabled
         assert later[AUTOMATIONS["silent"]].trigger.within == timedelta(seconds=10)
@@ -246,7 +247,7 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
                 {"prefect.resource.id": f"prefect.deployment.{deployment}", "prefect.resource.role": "deployment"}
             ],
         )
-        # Two predictors had a night, and one of them goes on: it does not speak for the other.
+        # Two predictors had a night, and only one of them goes on: the other one is silent.
         for predictor in ("quiet", "busy"):
             announce("night-ended", name=predictor, payload={})
         expected = {AUTOMATIONS[what] for what in ("failing", "silent", "dead")}

@@ -76,9 +76,9 @@ class Stack(MarkedProcesses):
     def run(self, name: str, /, **spec: Any) -> Any:
         """Start a run of a deployment, with some values of its spec replaced."""
         with self.client() as client:
-            found = client.read_deployment(self.found["deployments"][name])
-            parameters = {"spec": found.parameters["spec"] | spec}
-            return client.create_flow_run_from_deployment(found.id, parameters=parameters).id
+            deployment = client.read_deployment(self.found["deployments"][name])
+            parameters = {"spec": deployment.parameters["spec"] | spec}
+            return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
 
     def read(self, run: Any) -> Any:
         with self.client() as client:
@@ -88,8 +88,8 @@ class Stack(MarkedProcesses):
         return wait_for(lambda: self._ended(run), seconds=RUN_S, what=f"the end of {run}")
 
     def _ended(self, run: Any) -> Any:
-        found = self.read(run)
-        return found if found.state.is_final() else None
+        flow_run = self.read(run)
+        return flow_run if flow_run.state.is_final() else None
 
     def runs(self, name: str) -> list[Any]:
         from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
@@ -108,7 +108,7 @@ class Stack(MarkedProcesses):
             client.delete_deployment_schedule(self.found["deployments"][name], schedule)
 
     def miss(self, name: str, *, days: int) -> None:
-        """Make up the runs that the schedule of the last days would have started."""
+        """Create the runs that the schedule would have started in the last days."""
         now = datetime.now(UTC)
         span = {"start_time": (now - timedelta(days=days)).isoformat(), "end_time": now.isoformat(), "min_runs": days}
         with self.client() as client:
@@ -131,8 +131,8 @@ class Stack(MarkedProcesses):
     def worker(self) -> psutil.Process:
         assert self.process is not None
         children = psutil.Process(self.process.pid).children()
-        (found,) = [child for child in children if "worker start" in " ".join(child.cmdline())]
-        return found
+        (process,) = [child for child in children if "worker start" in " ".join(child.cmdline())]
+        return process
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +173,12 @@ def test_up_is_not_announced_when_its_dask_workers_do_not_start(tmp_path: Path) 
 def test_the_doctor_finds_nothing_wrong_with_a_fresh_stack(stack: Stack) -> None:
     examined = stack.command("doctor", "--home", str(stack.home), "--json")
     report = json.loads(examined.stdout)
-    assert [found for found in report["findings"] if found["level"] == "problem"] == []
+    assert [finding for finding in report["findings"] if finding["level"] == "problem"] == []
     assert examined.returncode == 0
-    told = {found["topic"]: found["what"] for found in report["findings"]}
-    assert told["worker"].startswith("1 online")
-    assert told["deployments"] == "4 are registered"
-    assert "2 workers" in told["dask"]
+    findings = {finding["topic"]: finding["what"] for finding in report["findings"]}
+    assert findings["worker"].startswith("1 online")
+    assert findings["deployments"] == "4 are registered"
+    assert "2 workers" in findings["dask"]
 
 
 def test_twelve_missed_nights_are_made_up_for_by_one_run(stack: Stack, measure: Any, record: Any) -> None:
@@ -253,14 +253,15 @@ def test_a_killed_worker_crashes_its_run_leaves_no_rank_and_the_next_run_resumes
         lambda: not stack.living(RANKS) and not stack.living("prefect.engine"), seconds=60, what="the end of ranks"
     )
     assert stack.wait(run).state.name == "Crashed"
-    kept = stack.cells()
-    assert 1 <= len(kept) < 4
+    recorded_before = stack.cells()
+    assert 1 <= len(recorded_before) < 4
 
     again = stack.wait(stack.run(CAMPAIGN, **spec))
     assert again.state.is_completed()
     assert stack.worker().pid != killed.pid
     assert len(stack.cells()) == 4
-    recorded = [seen.cell_id for seen in TimingsDataset(str(stack.data)).outcomes() if seen.status == "recorded"]
+    outcomes = TimingsDataset(str(stack.data)).outcomes()
+    recorded = [outcome.cell_id for outcome in outcomes if outcome.status == "recorded"]
     assert sorted(recorded) == sorted(stack.cells()), "a recorded cell was measured again"
 
 

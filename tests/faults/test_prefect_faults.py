@@ -1,4 +1,4 @@
-"""A Prefect server whose database is locked, and one that is off for a while: what goes on, and what is made up for."""
+"""A Prefect server whose database is locked, and a server that is off for a while: campaigns go on, nights catch up."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def campaign(campaign: Campaign, server: PrefectServer) -> Campaign:
 
 @contextlib.contextmanager
 def lock_database(home: Path) -> Iterator[None]:
-    """Nobody else may write, and none of the server's statements that would gets through."""
+    """Hold the database's write lock, so that no statement of the server can write."""
     connection = sqlite3.connect(home / "prefect.db", timeout=30, isolation_level=None)
     try:
         connection.execute("BEGIN EXCLUSIVE")
@@ -102,6 +102,6 @@ def test_times_for_which_a_server_that_was_off_made_no_run_are_listed_by_the_run
     caught_up = night.catch_up
     assert night.retraining.status == "too little data"
     assert len(caught_up.without_run) >= OFF_NIGHTS - 4
-    listed = sorted([*caught_up.without_run, *(one.scheduled_for for one in caught_up.skipped)])
+    listed = sorted([*caught_up.without_run, *(skipped.scheduled_for for skipped in caught_up.skipped)])
     assert listed == [first.expected_start_time + timedelta(seconds=NIGHT_S * (1 + n)) for n in range(len(listed))]
     assert len(json.loads(str(pages[0].data))) == len(listed)

@@ -31,7 +31,7 @@ def probe(device: ProbeReport) -> Callable[[str], ProbeReport]:
 
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
-    """Prefect's own test server, started once: it costs more than all of these tests."""
+    """Prefect's own test server, started once, because its start takes longer than all of these tests."""
     from prefect.testing.utilities import prefect_test_harness
 
     with prefect_test_harness(server_startup_timeout=120):

@@ -1,4 +1,4 @@
-"""Outcomes of cells that were never measured, and a campaign flow without a cluster: what tests of flows share."""
+"""Made-up outcomes of cells, and a campaign flow that measures without a cluster, for the tests of flows."""
 
 import contextlib
 import functools

@@ -94,10 +94,10 @@ def test_a_retraining_follows_the_campaign_and_stands_in_its_report(
     from precision_time.flows.retraining import retrain
     from precision_time.flows.retraining.spec import RetrainSpec
 
-    asked = []
+    retrained = []
 
     def run_retraining(spec: RetrainSpec) -> RetrainResult:
-        asked.append((spec.data, spec.registry))
+        retrained.append((spec.data, spec.registry))
         if fails:
             raise ConnectionError("the registry is away")
         return RetrainResult(
@@ -117,7 +117,7 @@ def test_a_retraining_follows_the_campaign_and_stands_in_its_report(
     state = campaign.profiling_campaign(spec, return_state=True)
     result = CampaignResult.model_validate(state.result())
 
-    assert asked == [(spec.data, spec.registry)]
+    assert retrained == [(spec.data, spec.registry)]
     assert (result.status, result.cells_recorded) == ("complete", 2)
     report = (tmp_path / "data" / "campaigns" / "v1" / "end" / "report.md").read_text(encoding="utf-8")
     assert result.retraining is not None

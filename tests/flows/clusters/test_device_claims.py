@@ -25,7 +25,7 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "locks"
 
 
-#: Holds the CPU, says so, and stays until it is told to end.
+#: Holds the CPU, prints so, and stays until its stdin is closed.
 HOLDER = """
 import sys
 from precision_time.flows.clusters.device_claims import claim_devices
@@ -113,19 +113,19 @@ def test_a_stack_does_not_start_on_devices_that_a_campaign_measures_on(
 def test_a_stack_with_a_cluster_holds_its_devices_and_names_its_scheduler(
     up_settings: Callable[[str], UpSettings], monkeypatch: pytest.MonkeyPatch, cluster: str, is_held: bool
 ) -> None:
-    seen: list[str] = []
+    states: list[str] = []
 
     def start(stack: _Stack, *, since: float) -> None:
         with contextlib.suppress(InputError), claim_devices(["cpu"]):
-            seen.append("free")
-        if not seen:
+            states.append("free")
+        if not states:
             with pytest.raises(InputError, match=f"--cluster {stack.dask_address}"), claim_devices(["cpu"]):
                 pass
-            seen.append("held")
+            states.append("held")
 
     monkeypatch.setattr(_Stack, "start", start)
     stay_up(up_settings(cluster), announce=never)
-    assert seen == ["held" if is_held else "free"]
+    assert states == ["held" if is_held else "free"]
     with claim_devices(["cpu"]):
         pass
 

@@ -111,7 +111,7 @@ def test_a_setting_that_an_older_version_did_not_know_counts_as_its_default(tmp_
 
 @pytest.fixture
 def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module in the current folder, of whose model a cell is recorded."""
+    """A module in the current folder, with a model of which a cell is recorded."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "nets_of_mine.py"
     path.write_text("def net():\n    return 1\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The plan of a campaign on a cluster: that it fills it, what it says of the time, and what it refuses."""
+"""The plan of a campaign on a cluster: that it fills the cluster, its expected duration, and what it refuses."""
 
 import io
 from collections.abc import Callable

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def passing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested is what becomes of a predictor that passed, not how it was validated and drawn."""
+    """For tests of what happens to a predictor that passed, not of its validation and plots."""
     from precision_time.flows.retraining import retrain
     from precision_time.tasks.publishing.gate import GateDecision
     from precision_time.tasks.publishing.validate import Validation

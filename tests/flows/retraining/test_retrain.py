@@ -1,4 +1,4 @@
-"""Retraining publishes what earns it, keeps the champion otherwise, and says why; the run ends well in both cases."""
+"""Retraining publishes what passes the gate, keeps the champion otherwise, and says why; both runs end well."""
 
 import json
 from pathlib import Path
@@ -86,8 +86,8 @@ def test_the_page_of_the_run_has_a_table_a_report_and_full_progress(first) -> No
 
     keys = ["retrain-accuracy", "retrain-accuracy-report", "retrain-progress"]
     with get_client(sync_client=True) as client:
-        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
-    assert {artifact.key: artifact.type for artifact in found} == {
+        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
+    assert {artifact.key: artifact.type for artifact in artifacts} == {
         "retrain-accuracy": "table",
         "retrain-accuracy-report": "markdown",
         "retrain-progress": "progress",
@@ -119,7 +119,7 @@ def test_no_data_and_an_unknown_model_to_hold_out_are_refused_before_the_run(fol
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory) -> str:
-    """Every sixtieth row of the shipped table, as a file of its own."""
+    """Every sixtieth row of the shipped table, as a file."""
     from precision_time.predictor.rows.public_table import shipped_measurements
     from precision_time.storage.tables import write_table
 

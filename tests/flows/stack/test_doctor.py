@@ -25,7 +25,7 @@ LOGIN = "team:secret-word"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers as Prefect's server does where the doctor asks; tests change what it says."""
+    """Answers the doctor's requests like Prefect's server; tests change its answers."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -99,25 +99,24 @@ def make_installation(**changes: Any) -> Installation:
 
 
 def find(installation: Installation, topic: str, level: str = "problem") -> Finding:
-    (found,) = [one for one in examine(installation) if (one.topic, one.level) == (topic, level)]
-    assert found.fix or level == "ok"
-    return found
+    (match,) = [finding for finding in examine(installation) if (finding.topic, finding.level) == (topic, level)]
+    assert match.fix or level == "ok"
+    return match
 
 
 def test_a_machine_on_which_nothing_runs_is_well() -> None:
-    assert {found.level for found in examine(make_installation())} == {"ok"}
+    assert {finding.level for finding in examine(make_installation())} == {"ok"}
 
 
 def test_a_server_in_order_is_well(server: Server) -> None:
-    found = examine(make_installation(api=server.api))
-    assert [one for one in found if one.level != "ok"] == []
+    assert {finding.level for finding in examine(make_installation(api=server.api))} == {"ok"}
     assert "gpu-box" in find(make_installation(api=server.api), "worker", "ok").evidence
 
 
 def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
-    found = find(make_installation(api="http://user:secret-word@127.0.0.1:9/api"), "prefect")
-    assert "127.0.0.1:9" in found.evidence
-    assert "secret-word" not in str(found)
+    finding = find(make_installation(api="http://user:secret-word@127.0.0.1:9/api"), "prefect")
+    assert "127.0.0.1:9" in finding.evidence
+    assert "secret-word" not in str(finding)
 
 
 @pytest.mark.parametrize(
@@ -152,12 +151,12 @@ def test_a_missing_and_a_wrong_login_are_told_apart_from_a_server_that_is_away(
     server: Server, login: str | None
 ) -> None:
     server.login = LOGIN
-    found = find(make_installation(api=server.api, login=login), "auth")
-    assert "401" in found.evidence
-    assert "PREFECT_API_AUTH_STRING" in found.fix
-    assert "team:" not in str(found)
-    well = find(make_installation(api=server.api, login=LOGIN), "auth", "ok")
-    assert well.what == "the server requires a login, and accepts the one that is set"
+    finding = find(make_installation(api=server.api, login=login), "auth")
+    assert "401" in finding.evidence
+    assert "PREFECT_API_AUTH_STRING" in finding.fix
+    assert "team:" not in str(finding)
+    accepted = find(make_installation(api=server.api, login=LOGIN), "auth", "ok")
+    assert accepted.what == "the server requires a login, and accepts the one that is set"
 
 
 def test_an_open_server_and_plain_http_on_the_network_are_problems(
@@ -171,7 +170,7 @@ def test_an_open_server_and_plain_http_on_the_network_are_problems(
 def test_a_dask_scheduler_on_the_network_needs_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CONNECT_S", 0.2)
     assert "tls://" in find(make_installation(cluster="tcp://192.0.2.1:8786"), "tls").fix
-    assert [one for one in examine(make_installation(cluster="tls://192.0.2.1:8786")) if one.topic == "tls"] == []
+    assert "tls" not in {finding.topic for finding in examine(make_installation(cluster="tls://192.0.2.1:8786"))}
     assert "tcp://127.0.0.1:9" in find(make_installation(cluster="tcp://127.0.0.1:9"), "dask").evidence
 
 
@@ -179,9 +178,9 @@ def test_two_distributions_of_xgboost_and_a_wrong_dask_are_problems(monkeypatch:
     real = doctor._version
     made_up = {"xgboost": "3.2.0", "xgboost-cpu": "3.2.0", "dask": "2020.1.0"}
     monkeypatch.setattr(doctor, "_version", lambda name: made_up.get(name) or real(name))
-    found = {one.what: one for one in examine(make_installation()) if one.level == "problem"}
-    assert any("own the same files" in what for what in found)
-    assert any("dask 2020.1.0, wanted ==" in one.evidence for one in found.values())
+    problems = {finding.what: finding for finding in examine(make_installation()) if finding.level == "problem"}
+    assert any("own the same files" in what for what in problems)
+    assert any("dask 2020.1.0, wanted ==" in finding.evidence for finding in problems.values())
 
 
 @pytest.mark.parametrize(
@@ -198,8 +197,8 @@ def test_gpus_of_the_driver_that_torch_does_not_see_are_a_problem(
     done = subprocess.CompletedProcess[str]([], 0, stdout=answer, stderr="")
     monkeypatch.setattr(doctor, "count_gpus", lambda: listed)
     monkeypatch.setattr(doctor.subprocess, "run", lambda *arguments, **options: done)
-    found = find(make_installation(), "gpus", level)
-    assert word in f"{found.what} {found.evidence}"
+    finding = find(make_installation(), "gpus", level)
+    assert word in f"{finding.what} {finding.evidence}"
 
 
 def test_places_that_cannot_be_written_are_problems(tmp_path: Path) -> None:
@@ -218,15 +217,15 @@ def test_a_store_that_takes_calls_and_says_nothing_is_a_problem_soon(monkeypatch
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "test")
         began = time.monotonic()
-        found = find(make_installation(registry="s3://bucket/registry"), "registry")
+        finding = find(make_installation(registry="s3://bucket/registry"), "registry")
     assert time.monotonic() - began < 30  # the library alone would ask again for minutes
-    assert "s3" in f"{found.what} {found.evidence}"
+    assert "s3" in f"{finding.what} {finding.evidence}"
 
 
 def test_a_check_that_breaks_is_a_finding_and_stops_no_other(server: Server) -> None:
     server.answers["/api/work_pools/campaigns"] = "no pool at all"
-    found = find(make_installation(api=server.api), "prefect")
-    assert "TypeError" in found.evidence
+    finding = find(make_installation(api=server.api), "prefect")
+    assert "TypeError" in finding.evidence
 
 
 def test_the_command_ends_with_3_only_when_there_is_a_problem(
@@ -248,9 +247,9 @@ def test_the_command_ends_with_3_only_when_there_is_a_problem(
 def test_an_api_that_was_set_wrongly_is_told_from_one_that_is_away(server: Server) -> None:
     without_path = server.api.removesuffix("/api")
     for api, what in ((without_path, "is not Prefect's API"), ("banana", "not the address of a server")):
-        found = find(make_installation(api=api), "prefect")
-        assert what in found.what
-        assert "/api" in found.fix
+        finding = find(make_installation(api=api), "prefect")
+        assert what in finding.what
+        assert "/api" in finding.fix
 
 
 def test_a_stack_that_was_killed_is_a_warning(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``precision-time up``: what it refuses before it starts anything, what it tells, and its processes."""
+"""``precision-time up``: what it refuses before it starts anything, the addresses it prints, and its processes."""
 
 import fcntl
 import json

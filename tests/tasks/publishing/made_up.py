@@ -1,4 +1,4 @@
-"""Snapshots, champions and validations that nothing was measured for: what tests of publishing share."""
+"""Made-up snapshots, champions and validations for the tests of publishing."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""New measurements are put to the champion's intervals, by GPU and by model; few of them say nothing."""
+"""New measurements are compared with the champion's intervals, by GPU and by model; a few are not enough."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ def champion(measure) -> PublishedPredictor:
 
 
 def remeasure(measure, *, slower: dict[str, float], **what: object):
-    """The world of another day, on which models are ``slower`` by a factor."""
+    """New measurements in which models are ``slower`` by a factor."""
     return observe(
         dataclasses.replace(row, iteration_time_s=row.iteration_time_s * slower.get(row.model, 1.0))
         for row in measure(seed=1, **what)

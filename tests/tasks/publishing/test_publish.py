@@ -1,4 +1,4 @@
-"""The champion is what its alias points to now and knows its cells; a bundle is what of it answers."""
+"""The champion is the version that its alias points to now; a bundle holds the files that answer questions."""
 
 import dataclasses
 from pathlib import Path
@@ -125,11 +125,11 @@ def test_a_bundle_above_its_limit_and_one_in_a_registry_are_refused(
 def test_the_device_that_is_assumed_is_that_of_campaigns_first(
     campaign: list[str], others: list[str], assumed: str, tmp_path: Path, measure
 ) -> None:
-    rows = [seen for gpu in campaign for seen in observe(measure(models=("mlp",), gpu=gpu))]
+    rows = [row for gpu in campaign for row in observe(measure(models=("mlp",), gpu=gpu))]
     for gpu in others:
         rows += [
-            dataclasses.replace(seen, index=number)
-            for number, seen in enumerate(observe(measure(models=("mlp",), batches=(8, 16, 32, 64), gpu=gpu)))
+            dataclasses.replace(row, index=number)
+            for number, row in enumerate(observe(measure(models=("mlp",), batches=(8, 16, 32, 64), gpu=gpu)))
         ]
     manifest = publish_predictor(
         HierarchicalPredictor.fit(rows),
@@ -168,7 +168,7 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
     assert files["plots/speed.svg"] == plots["speed.svg"]
     assert {"trees.npz", "xgboost-compute.json", "training.json"} <= set(files)
     walks = ZooTable(files["walks.parquet"], name="walks")
-    assert {seen.measurement.model for seen in rows} <= set(walks.rows)
+    assert {row.measurement.model for row in rows} <= set(walks.rows)
     assert len(files["walks.parquet"]) < 60_000
     bundle = export_bundle(str(tmp_path), manifest.artifact_id, into=tmp_path / "beside" / "bundled")
     assert {file.path for file in bundle.files} == {"predictor.json", "report.md", "trees.npz"}
@@ -178,7 +178,7 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
     assert beside.startswith("# Card\n\nThe rest.\n\n## Known limits\n")
     assert card.endswith(beside.removeprefix("# Card\n\n"))
     assert all(limit in card for limit in (*manifest.known_limits, manifest.training_data_sha256, zoo_digest()))
-    told = "; ".join(manifest.known_limits)
+    limits = "; ".join(manifest.known_limits)
     for limit in (
         "which get the widest at hand: new pair, new gpu, new family,",
         "held out, so never trained on: vit_b16",
@@ -187,8 +187,8 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
         "never trained on these precisions: tf32, amp_fp16,",
         "at most 2 ranks and 1 micro-steps",
     ):
-        assert limit in told
-    assert "no GPU" not in told
+        assert limit in limits
+    assert "no GPU" not in limits
     for name, data in (("a.png", b"<svg/>"), ("a.html", b"<svg/>"), ("../a.svg", b"<svg/>")):
         with pytest.raises(InputError):
             publish_with({name: data})

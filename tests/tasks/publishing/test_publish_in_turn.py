@@ -1,4 +1,4 @@
-"""Publishing beside others: one version a run, never past a champion that was not judged, and safe to try again."""
+"""Publishing while others do: one version per run, only against the champion that was judged, and safe to repeat."""
 
 import functools
 import threading
@@ -24,14 +24,14 @@ _fitted: dict[int, HierarchicalPredictor] = {}
 
 
 def fit(observations) -> HierarchicalPredictor:
-    """Once for as many of the same rows: what is tested is what becomes of it."""
+    """A predictor, fitted once per number of rows: these tests are about publishing it."""
     if len(observations) not in _fitted:
         _fitted[len(observations)] = HierarchicalPredictor.fit(observations)
     return _fitted[len(observations)]
 
 
 class Night:
-    """One retraining that has passed its gate against what was in use when it began."""
+    """A retraining that has passed the gate against the champion of its start."""
 
     def __init__(self, url: Path, rows, sha256: str, token: str) -> None:
         self.url, self.token = str(url), token

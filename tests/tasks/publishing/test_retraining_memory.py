@@ -1,4 +1,4 @@
-"""A note is found again while nothing that it depends on differs; a damaged one counts as none."""
+"""A note is recalled while nothing that it depends on differs; a damaged note counts as missing."""
 
 import dataclasses
 from pathlib import Path
@@ -64,9 +64,9 @@ def test_a_drift_is_told_once_of_the_same_rows_from_the_same_champion(memory: Re
     assert not memory.has_reported_drift(rows[1:], champion=champion(1))
     slower = [
         dataclasses.replace(
-            seen,
-            measurement=dataclasses.replace(seen.measurement, iteration_time_s=2 * seen.measurement.iteration_time_s),
+            row,
+            measurement=dataclasses.replace(row.measurement, iteration_time_s=2 * row.measurement.iteration_time_s),
         )
-        for seen in rows
+        for row in rows
     ]
     assert not memory.has_reported_drift(slower, champion=champion(1))

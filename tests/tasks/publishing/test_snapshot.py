@@ -1,4 +1,4 @@
-"""A snapshot joins timings and tables, knows its data by a digest, and holds networks out whole."""
+"""A snapshot joins timings and tables, identifies its data by a digest, and holds out whole networks."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from precision_time.tasks.publishing.snapshot import take_snapshot
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory) -> str:
-    """Every fortieth row of the shipped table, as a file of its own."""
+    """Every fortieth row of the shipped table, as a file."""
     path = str(tmp_path_factory.mktemp("table") / "some.parquet")
     write_table(path, shipped_measurements().iloc[::40])
     return path
@@ -32,8 +32,8 @@ def test_timings_and_tables_are_learned_from_together(table: str, timings: str) 
     both = take_snapshot(timings, measurements=table)
     of_table, of_campaign = take_snapshot(measurements=table), take_snapshot(timings)
     assert len(both.training) == len(of_table.training) + len(of_campaign.training)
-    assert {seen.measurement.cell_id for seen in both.training if seen.index < 0} == {
-        seen.measurement.cell_id for seen in of_campaign.training
+    assert {row.measurement.cell_id for row in both.training if row.index < 0} == {
+        row.measurement.cell_id for row in of_campaign.training
     }
     assert len({both.sha256, of_table.sha256, of_campaign.sha256}) == 3
     assert take_snapshot(timings, measurements=table).sha256 == both.sha256
@@ -42,7 +42,7 @@ def test_timings_and_tables_are_learned_from_together(table: str, timings: str) 
 def test_the_shipped_table_is_a_source_of_its_own() -> None:
     snapshot = take_snapshot(public=True)
     assert len(snapshot.training) > 10_000
-    assert {"dle0025"} <= {seen.measurement.cell_id for seen in snapshot.training}
+    assert {"dle0025"} <= {row.measurement.cell_id for row in snapshot.training}
     unusable = len(load_public_table().kept) - len(snapshot.training)
     assert any(reason.startswith(f"{unusable} sound rows cannot be used: ") for _, reason in snapshot.problems)
     assert snapshot.workloads == snapshot.hardware == ()
@@ -62,10 +62,10 @@ def test_the_digest_changes_with_either_source(table: str, measure, record, tmp_
 
 def test_a_public_model_is_held_out_under_all_its_names(table: str, timings: str) -> None:
     snapshot = take_snapshot(timings, measurements=table, holdout_models=("resnet50",))
-    held_out = {seen.measurement.model for seen in snapshot.holdout}
+    held_out = {row.measurement.model for row in snapshot.holdout}
     assert {"resnet50", "resnet50_v1.5"} <= held_out
-    assert not held_out & {seen.measurement.model for seen in snapshot.training}
-    assert {seen.network for seen in snapshot.holdout} == {"resnet50"}
+    assert not held_out & {row.measurement.model for row in snapshot.training}
+    assert {row.network for row in snapshot.holdout} == {"resnet50"}
     with pytest.raises(UnknownNameError, match="resnet50"):
         take_snapshot(measurements=table, holdout_models=("resnet5000",))
 
@@ -88,7 +88,7 @@ def test_rows_without_an_id_are_known_by_their_content(tmp_path: Path) -> None:
     for number, ordered in enumerate((frame, frame.iloc[::-1])):
         path = str(tmp_path / f"{number}.csv")
         ordered.to_csv(path, index=False)
-        ids.append({seen.measurement.cell_id for seen in take_snapshot(measurements=path).training})
+        ids.append({row.measurement.cell_id for row in take_snapshot(measurements=path).training})
     assert ids[0] == ids[1]
     assert len(ids[0]) > 40
 

@@ -1,4 +1,4 @@
-"""Every split is scored beside its baselines, and only intervals that hold on their split are given out."""
+"""Every split is scored beside its baselines, and only intervals that hold on their split are kept."""
 
 import pytest
 
@@ -49,11 +49,11 @@ def test_the_card_tells_the_errors_of_every_method_by_precision(validation, snap
     result = validation.cross_validations["configuration"]
     assert list(validation.by_precision) == ["fp32", "amp_bf16"]
     for policy, methods in validation.by_precision.items():
-        own = [seen.setup.precision.name == policy for seen in (snapshot.training[row] for row in result.rows)]
-        assert sum(own) == 18
+        of_policy = [snapshot.training[row].setup.precision.name == policy for row in result.rows]
+        assert sum(of_policy) == 18
         assert set(methods) == set(result.predicted_s)
         for method, metrics in methods.items():
-            expected = score(result.predicted_s[method][own], result.measured_s[own])
+            expected = score(result.predicted_s[method][of_policy], result.measured_s[of_policy])
             assert {name: metrics[name] for name in ("n", "mape", "median_ape")} == {
                 name: expected[name] for name in ("n", "mape", "median_ape")
             }
@@ -73,17 +73,17 @@ def test_coverage_holds_within_what_chance_allows(covered: int, holds: bool) -> 
 
 
 def test_an_interval_that_does_not_hold_on_its_split_is_not_given_out(snapshot, validation, monkeypatch) -> None:
-    # The same folds as of the validation above, which took seconds.
+    # The folds of the fixture, which took seconds.
     monkeypatch.setattr(validate, "cross_validate_all", lambda *rows, **settings: validation.cross_validations)
     monkeypatch.setattr(validate, "coverage_holds", lambda metrics, level: metrics["predictor"]["coverage"] > 0.999)
     radii = validate_predictor(snapshot, level=0.9, seed=0)
     held = {split for split, methods in radii.accuracy.items() if (methods["predictor"]["coverage"] or 0) > 0.999}
-    asked = {
+    splits_used = {
         regime: next((split for split in splits if split in radii.cross_validations), "")
         for regime, splits in CALIBRATED_ON.items()
     }
-    assert set(radii.radii) == {regime for regime, split in asked.items() if split in held}
-    assert len(radii.radii) < len([split for split in asked.values() if split])
+    assert set(radii.radii) == {regime for regime, split in splits_used.items() if split in held}
+    assert len(radii.radii) < len([split for split in splits_used.values() if split])
 
 
 def test_chance_of_coverage_is_the_binomial_tail() -> None:
