@@ -114,25 +114,9 @@ def run_demo(folder: Path, *, console: Console) -> dict[str, Any]:
 
 def predict_in_new_process(cell: GridCell, *, artifact: str) -> dict[str, Any]:
     """The answer of ``precision-time predict`` for ``cell``, from a new process that loads the published artifact."""
-    command = [
-        sys.executable,
-        "-m",
-        "precision_time",
-        "predict",
-        "--json",
-        "--artifact",
-        artifact,
-        "--model",
-        cell.model,
-        "--precision",
-        cell.precision,
-        "--gpus",
-        str(cell.world_size),
-        "--batch-size",
-        str(cell.per_gpu_batch_size),
-        "--gpu",
-        "cpu",
-    ]
+    command = [sys.executable, "-m", "precision_time", "predict", "--json", "--artifact", artifact, "--gpu", "cpu"]
+    command += ["--model", cell.model, "--precision", cell.precision]
+    command += ["--gpus", str(cell.world_size), "--batch-size", str(cell.per_gpu_batch_size)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise PrecisionTimeError("the published artifact did not answer", got=finished.stderr.strip()[-500:])

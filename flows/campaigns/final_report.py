@@ -8,7 +8,7 @@ from precision_time.flows.campaigns.summary import (
     grid_rows,
     markdown_report,
     table_rows,
-)
+)  # fmt: skip
 from precision_time.flows.campaigns.terminal import log_of_run
 from precision_time.flows.ground.prefect_artifacts import LiveArtifact, LiveTable, ProgressArtifact, embed_pictures
 from precision_time.flows.planning.plan import CampaignPlan

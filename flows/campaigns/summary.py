@@ -13,18 +13,9 @@ from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.publishing.plots import show_plots
 
 __all__ = [
-    "CampaignResult",
-    "FailedCell",
-    "GridRow",
-    "RetrainingOutcome",
-    "describe_options",
-    "fill_rows",
-    "grid_rows",
-    "markdown_report",
-    "read_grid",
-    "summarise",
-    "table_rows",
-]
+    "CampaignResult", "FailedCell", "GridRow", "RetrainingOutcome", "describe_options", "fill_rows", "grid_rows",
+    "markdown_report", "read_grid", "summarise", "table_rows",
+]  # fmt: skip
 
 #: More rows, or failed cells, are left out of the report.
 MARKDOWN_ROWS = 200

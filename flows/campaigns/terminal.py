@@ -129,13 +129,8 @@ def print_retraining(result: RetrainResult, *, console: Console) -> None:
 def print_probe(report: ProbeReport, *, console: Console) -> None:
     """The device, its speeds, and the precisions that it cannot run."""
     hardware = report.hardware
-    rows = [
-        {
-            "precision format": name,
-            "peak": f"{rate / 1e9:,.0f} GFLOP/s",
-        }
-        for name, rate in hardware.peak_flops_per_s.items()
-    ]
+    peaks = hardware.peak_flops_per_s.items()
+    rows = [{"precision format": name, "peak": f"{rate / 1e9:,.0f} GFLOP/s"} for name, rate in peaks]
     console.print(f"{hardware.name}: {report.device_count} x {report.environment.device_type}", markup=False)
     _print_table(console, rows)
     console.print(

@@ -22,11 +22,7 @@ from distributed import Client, LocalCluster
 from precision_time.flows.clusters.device_claims import claim_devices
 from precision_time.flows.clusters.local_gpus import name_devices
 from precision_time.flows.clusters.settings import DASK_SETTINGS, SlurmOptions, is_address, is_local
-from precision_time.storage.errors import (
-    InputError,
-    NoWorkersError,
-    PrecisionTimeError,
-)
+from precision_time.storage.errors import InputError, NoWorkersError, PrecisionTimeError
 from precision_time.tasks.gangs.leases import install_gangs, lease_workers
 from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
 from precision_time.tasks.processes.rank_process import visible_devices

@@ -206,26 +206,22 @@ def _publish(
         report=report,
         registry=spec.registry,
         name=spec.name,
-        alias=None,
         holdout_models=spec.holdout_models,
         seed=spec.seed,
         plots=plots,
     )
+    in_turn = functools.partial(
+        publish_in_turn,
+        publish,
+        registry=spec.registry,
+        name=spec.name,
+        alias=spec.alias,
+        champion=current.champion,
+        sha256=snapshot.sha256,
+        token=token,
+    )
     try:
-        return _run_as_task(
-            "publish",
-            functools.partial(
-                publish_in_turn,
-                publish,
-                registry=spec.registry,
-                name=spec.name,
-                alias=spec.alias,
-                champion=current.champion,
-                sha256=snapshot.sha256,
-                token=token,
-            ),
-            retry=_retry_settings(spec),
-        )
+        return _run_as_task("publish", in_turn, retry=_retry_settings(spec))
     except StorageError as error:
         in_use = "nothing is" if current.champion is None else f"{current.champion.manifest.artifact_id} stays"
         raise StorageError(

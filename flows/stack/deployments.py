@@ -111,7 +111,7 @@ def plan_deployments(
             flow_name="profiling-campaign",
             name="profiling-campaign",
             entrypoint="precision_time.flows.campaigns.campaign.profiling_campaign",
-            description="Time real training runs over a grid of cells; a second run measures what is missing. "
+            description="Time real training runs over a grid of cells; run it again to measure what is missing. "
             "Quick run measures a small grid in a minute or two.",
             parameters={"spec": campaign},
             job_variables=job_variables,
@@ -128,7 +128,7 @@ def plan_deployments(
             flow_name="nightly-retrain",
             name="nightly-retrain",
             entrypoint="precision_time.flows.retraining.nightly.nightly_retrain",
-            description="Watch for drift, retrain on what is new, and publish only what is not worse than the "
+            description="Watch for drift, retrain on new data, and publish a predictor that is not worse than the "
             "champion. One run makes up for several missed nights.",
             parameters={"spec": {**retraining, "catch_up": "latest", **staleness}},
             nightly=nightly or Nightly(),

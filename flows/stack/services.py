@@ -20,14 +20,9 @@ from precision_time.storage.errors import InputError, PrecisionTimeError
 from precision_time.tasks.process_ties import start_tied
 
 __all__ = [
-    "LOOPBACK",
-    "Service",
-    "choose_port",
-    "dask_services",
-    "prefect_services",
-    "require_free",
+    "LOOPBACK", "Service", "adopt_environment", "choose_port", "dask_services", "prefect_services", "require_free",
     "require_scheduler",
-]
+]  # fmt: skip
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0

@@ -29,7 +29,7 @@ from precision_time.flows.stack.services import (
     prefect_services,
     require_free,
     require_scheduler,
-)
+)  # fmt: skip
 from precision_time.storage.errors import InputError, PrecisionTimeError, StorageError
 from precision_time.storage.filesystem import open_store
 

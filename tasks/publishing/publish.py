@@ -85,15 +85,14 @@ def publish_predictor(
     report: str,
     registry: str,
     name: str,
-    alias: str | None,
     holdout_models: tuple[str, ...],
     seed: int,
-    after: int | None = None,
+    after: int = 0,
     plots: Mapping[str, bytes] | None = None,
 ) -> ArtifactManifest:
-    """Publish files, manifest, then ``alias`` (None: no alias moves); the version is the next free one.
+    """Publish files and manifest as the next free version, without moving an alias.
 
-    With ``after``, a version above it that has exactly these files is returned as it is: an earlier attempt made it.
+    A version above ``after`` that has exactly these files is returned as it is: an earlier attempt made it.
 
     The artifact holds the flat trees and XGBoost's JSON, the cards of models and devices that campaigns measured and
     the package does not ship, the zoo's walks of the training models, ``report`` with the known limits, the training
@@ -132,12 +131,7 @@ def publish_predictor(
         )
 
     shelf = Registry(registry)
-    earlier = None if after is None else _find_same(shelf, name, files, after=after)
-    if earlier is None:
-        return shelf.publish(name, files, describe=describe, alias=alias)
-    if alias is not None:
-        shelf.set_alias(name, alias, earlier.version)
-    return earlier
+    return _find_same(shelf, name, files, after=after) or shelf.publish(name, files, describe=describe, alias=None)
 
 
 def _find_same(shelf: Registry, name: str, files: Mapping[str, bytes], *, after: int) -> ArtifactManifest | None:

@@ -138,7 +138,6 @@ def test_the_device_that_is_assumed_is_that_of_campaigns_first(
         report="card",
         registry=str(tmp_path),
         name="default",
-        alias="champion",
         holdout_models=(),
         seed=0,
     )
@@ -157,7 +156,6 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
             report="# Card\n\n![Speed](plots/speed.svg)\n\n![Error](plots/error.png)\n\nThe rest.\n",
             registry=str(tmp_path),
             name="default",
-            alias="champion",
             holdout_models=("vit_b16",),
             seed=0,
             plots=plots,

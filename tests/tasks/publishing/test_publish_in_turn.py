@@ -60,7 +60,6 @@ class Night:
             report="card",
             registry=self.url,
             name="default",
-            alias=None,
             holdout_models=(),
             seed=0,
         )
