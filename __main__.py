@@ -1,4 +1,4 @@
-"""The command line: joins the sub-commands of the folders, loads one only when it is asked for, and prints errors."""
+"""The command line: joins the sub-commands of the folders, loads one only when it is used, and prints errors."""
 
 import importlib
 import importlib.metadata
@@ -25,21 +25,21 @@ class _Command(NamedTuple):
     help: str
 
 
-# Help and completion read this table, so they import none of the modules in it.
+# Help and completion read only this table and import none of its modules.
 _COMMANDS = {
-    "predict": _Command("predictor.commands", "predict", "How long one training job will take, and why."),
-    "evaluate": _Command("predictor.evaluate_commands", "evaluate", "How far predictions are from measured times."),
+    "predict": _Command("predictor.commands", "predict", "Predict how long a training job will take, and why."),
+    "evaluate": _Command("predictor.evaluate_commands", "evaluate", "Compare predictions with measured times."),
     "campaign": _Command("flows.commands", "campaign", "Time real training runs over a grid of cells."),
     "retrain": _Command("flows.commands", "retrain", "Fit, validate and publish a predictor."),
-    "probe": _Command("flows.commands", "probe", "What this machine's device can do, measured in seconds."),
-    "up": _Command("flows.stack.commands", "up", "Prefect's pages, a worker and a Dask cluster on this machine."),
-    "doctor": _Command("flows.stack.commands", "doctor", "What is not set up as it must be, and how to mend it."),
-    "glm": _Command("casgd.commands", "glm_app", "Logistic, linear and Poisson regression by CA-SGD, on any ranks."),
-    "registry": _Command("storage.commands", "registry_app", "Published predictors: list, check, roll back."),
-    "data": _Command("storage.commands", "data_app", "Recorded timings: what is there, is it sound."),
+    "probe": _Command("flows.commands", "probe", "Measure in seconds what this machine's device can do."),
+    "up": _Command("flows.stack.commands", "up", "Run Prefect's pages, a worker and a Dask cluster on this machine."),
+    "doctor": _Command("flows.stack.commands", "doctor", "Find what is set up wrongly, and say how to fix it."),
+    "glm": _Command("casgd.commands", "glm_app", "Fit generalised linear models by CA-SGD, on any number of ranks."),
+    "registry": _Command("storage.commands", "registry_app", "List, check and roll back published predictors."),
+    "data": _Command("storage.commands", "data_app", "List and check recorded timings."),
 }
 
-#: A library that an extra brings -> the extra.
+#: A library -> the extra that installs it.
 _EXTRAS = {
     "xgboost": "train",
     "prefect": "campaign",
@@ -67,7 +67,7 @@ _VERSIONS_SHOWN = (
 
 
 class _LazyGroup(TyperGroup):
-    """A group whose commands are a name and one line of help until one of them is asked for."""
+    """A group that knows only name and help of its commands, and loads the one that is used."""
 
     def __init__(self, **settings: Any) -> None:
         settings["commands"] = {name: TyperCommand(name, help=entry.help) for name, entry in _COMMANDS.items()}
@@ -80,17 +80,17 @@ class _LazyGroup(TyperGroup):
 
 def _load(name: str) -> Any:
     entry = _COMMANDS[name]
-    found = getattr(importlib.import_module(f"precision_time.{entry.module}"), entry.attribute)
+    command = getattr(importlib.import_module(f"precision_time.{entry.module}"), entry.attribute)
     holder = typer.Typer(add_completion=False)
-    if isinstance(found, typer.Typer):
-        holder.add_typer(found, name=name)
+    if isinstance(command, typer.Typer):
+        holder.add_typer(command, name=name)
         return get_group(holder).commands[name]
-    holder.command(name)(found)
+    holder.command(name)(command)
     return get_command(holder)
 
 
-def _print_versions(asked: bool) -> None:
-    if not asked:
+def _print_versions(is_given: bool) -> None:
+    if not is_given:
         return
     typer.echo(f"precision-time {importlib.metadata.version('precision-time')}")
     typer.echo(f"python {platform.python_version()}")
@@ -106,24 +106,24 @@ app = typer.Typer(
     cls=_LazyGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 ok, 1 internal, 2 bad input, 3 goal not met, 4 trust or integrity, 5 partial, "
-    "6 out of domain, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 internal error, 2 bad input, 3 goal not met, 4 damaged data or artifact, "
+    "5 partial result, 6 outside the training data, 130 interrupted.",
 )
 
 
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print versions and stop.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print versions and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """How long a training job will take, at any precision and GPU count, before it starts, and why."""
+    """Predict before it starts how long a training job will take, at any precision and GPU count, and why."""
 
 
 @runtime_checkable
 class _Reportable(Protocol):
-    """An error as storage.errors has them; the solver, which imports nothing of ours, brings its own."""
+    """An error like those of storage.errors; the solver imports nothing from the package and has its own class."""
 
     code: str
     exit_code: int
@@ -140,7 +140,7 @@ def _report(error: _Reportable, *, as_json: bool) -> int:
 
 
 def _explain(error: Exception) -> _Reportable:
-    """The error to show for one that a library raised."""
+    """The error to show for ``error``, which a library may have raised."""
     if isinstance(error, _Reportable):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
@@ -152,18 +152,18 @@ def _explain(error: Exception) -> _Reportable:
                 fix=f"pip install 'precision-time[{extra}]'",
             )
     return PrecisionTimeError(
-        "something inside went wrong", got=f"{type(error).__name__}: {error}", fix="run it again with --debug"
+        "an unexpected error occurred", got=f"{type(error).__name__}: {error}", fix="run it again with --debug"
     )
 
 
 def _run(arguments: list[str], *, as_json: bool) -> int:
-    # With --json a usage error comes back as an exception instead of typer's coloured box.
+    # With --json a usage error is raised as an exception instead of printed in typer's coloured box.
     result = get_command(app).main(arguments, prog_name="precision-time", standalone_mode=not as_json)
     return result if isinstance(result, int) else 0
 
 
 def _usage_error(error: Exception) -> InputError | None:
-    """Typer's own errors: they carry a message and the exit code 2, whichever class this release gives them."""
+    """Typer's own errors by their message, because their class differs between releases; exit code 2."""
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         return None
@@ -172,11 +172,11 @@ def _usage_error(error: Exception) -> InputError | None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line (without the program's name) and return its exit code; errors go to stderr."""
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    options, rest = list(arguments[:cut]), list(arguments[cut:])
+    end_of_options = arguments.index("--") if "--" in arguments else len(arguments)
+    options, rest = list(arguments[:end_of_options]), list(arguments[end_of_options:])
     debug = "--debug" in options
     as_json = "--json" in options
-    # Taken out here so that it may stand behind a sub-command too.
+    # Removed here, so that it may also stand behind a sub-command.
     options = [option for option in options if option != "--debug"]
     try:
         code = _run([*options, *rest], as_json=as_json)
@@ -186,7 +186,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # The reader of a pipe went away; the interpreter's last flush must not complain about it again.
+        # The reader of a pipe has gone; without this the interpreter's last flush would report it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Print what the extras of a pyproject.toml install, so that an image keeps that layer while only code changes.
+"""Print the requirements of some extras of a pyproject.toml, so that an image keeps their layer while code changes.
 
-``python list_requirements.py pyproject.toml campaign,s3``; an extra that names others of the project is followed.
+``python list_requirements.py pyproject.toml campaign,s3``; extras of the project that an extra names are included.
 """
 
 import re
@@ -12,24 +12,24 @@ from typing import Any
 
 def list_requirements(project: dict[str, Any], extras: list[str]) -> list[str]:
     """The requirements of the project's base and ``extras``, each once; raises ``SystemExit`` for an unknown extra."""
-    offered = project.get("optional-dependencies", {})
-    own = re.compile(rf"{re.escape(project['name'])}\[([^\]]+)\]")
-    found = dict.fromkeys(project["dependencies"])
-    waiting, seen = list(extras), set()
+    known = project.get("optional-dependencies", {})
+    own_extras = re.compile(rf"{re.escape(project['name'])}\[([^\]]+)\]")
+    requirements = dict.fromkeys(project["dependencies"])
+    waiting, done = list(extras), set()
     while waiting:
         extra = waiting.pop(0)
-        if extra in seen:
+        if extra in done:
             continue
-        seen.add(extra)
-        if extra not in offered:
-            raise SystemExit(f"no such extra; got: {extra}; expected: {', '.join(sorted(offered))}")
-        for requirement in offered[extra]:
-            named = own.fullmatch(requirement)
+        done.add(extra)
+        if extra not in known:
+            raise SystemExit(f"no such extra; got: {extra}; expected: {', '.join(sorted(known))}")
+        for requirement in known[extra]:
+            named = own_extras.fullmatch(requirement)
             if named is None:
-                found[requirement] = None
+                requirements[requirement] = None
             else:
                 waiting += [name.strip() for name in named[1].split(",")]
-    return list(found)
+    return list(requirements)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 #!/bin/sh
-# A certificate authority of your own, and certificates for Dask's scheduler, workers and clients signed by it.
+# Make your own certificate authority, and certificates signed by it for Dask's scheduler, workers and clients.
 #
 #   deploy/make_certificates.sh FOLDER [DAYS]
-#   . FOLDER/tls.sh                              # the settings for Dask, wherever the folder lies at the same path
+#   . FOLDER/tls.sh                              # Dask's settings, on every host that sees the folder at the same path
 #
-# Dask checks that the other side has a certificate of this authority, not its host name: whoever holds one of these keys
-# may run code on the cluster. ca-key.pem makes new ones; move it away from the machines that run jobs.
+# Dask checks that the other side has a certificate of this authority, but not its host name: anyone with one of these
+# keys can run code on the cluster. ca-key.pem can sign new certificates: move it away from the machines that run jobs.
 set -eu
 
 folder=${1:?the folder to write to is missing}
 days=${2:-365}
-# Readable by their owner only, from the first byte on.
+# Only the owner may ever read the files.
 umask 077
 mkdir -p "$folder"
 cd "$folder"
@@ -25,7 +25,7 @@ openssl req -x509 -newkey rsa:3072 -sha256 -nodes -days "$days" -subj "/CN=preci
 for role in scheduler worker client; do
     openssl req -newkey rsa:3072 -sha256 -nodes -subj "/CN=precision-time Dask $role" \
         -keyout "$role-key.pem" -out "$role.csr" 2>/dev/null
-    # A worker is a client of the scheduler and a server to its peers, so each may be both.
+    # A worker is a client of the scheduler and a server for its peers, so every certificate allows both.
     printf 'basicConstraints=critical,CA:FALSE\nextendedKeyUsage=serverAuth,clientAuth\n' > "$role.ext"
     openssl x509 -req -in "$role.csr" -sha256 -days "$days" -CA ca.pem -CAkey ca-key.pem -CAcreateserial \
         -extfile "$role.ext" -out "$role.pem" 2>/dev/null
@@ -40,6 +40,6 @@ rm -f ca.srl
         echo "export DASK_DISTRIBUTED__COMM__TLS__${name}__KEY='$PWD/$role-key.pem'"
     done
 } > tls.sh
-# Without the key a certificate is public.
+# Certificates may be public, keys may not.
 chmod 644 ca.pem scheduler.pem worker.pem client.pem
 echo "wrote ca, scheduler, worker and client certificates to $folder, good for $days days"

@@ -1,4 +1,4 @@
-"""The whole loop on this CPU: measure, retrain, publish, load in a new process, and prove it on an unseen cell."""
+"""The whole loop on this CPU: measure, retrain, publish, predict an unseen cell in a new process, and measure it."""
 
 import json
 import os
@@ -35,7 +35,7 @@ measured_steps: 20
 seconds_per_cell: 8s
 """
 
-#: Measured only after it was predicted: a batch size between those of the grid.
+#: This cell is measured only after its prediction: a batch size between those of the grid.
 LEFT_OUT = """\
 name: demo-left-out
 models: [bert_mini]
@@ -54,7 +54,7 @@ HOLDOUT_MODEL = "gpt2_mini"
 def run_demo(folder: Path, *, console: Console) -> dict[str, Any]:
     """Run the demo in ``folder`` and return the summary that it also writes there.
 
-    What an earlier, interrupted run has measured is kept; only missing cells are measured.
+    Cells that an earlier run has measured are kept; only missing cells are measured.
     """
     from precision_time.flows.campaigns.campaign import run_campaign
     from precision_time.flows.planning.spec import read_campaign
@@ -79,7 +79,7 @@ def run_demo(folder: Path, *, console: Console) -> dict[str, Any]:
             "no predictor was published",
             got="; ".join(retrained.reasons),
             expected="a passed gate",
-            fix=f"delete {folder}, which keeps what it measured, and run the demo again on a quieter machine",
+            fix=f"delete {folder}, which holds the measurements, and run the demo again on a quieter machine",
         )
     console.print(f"artifact: {registry}/{retrained.artifact_id}")
 
@@ -113,26 +113,10 @@ def run_demo(folder: Path, *, console: Console) -> dict[str, Any]:
 
 
 def predict_in_new_process(cell: GridCell, *, artifact: str) -> dict[str, Any]:
-    """What ``precision-time predict`` answers for ``cell``; a process of its own loads the published artifact."""
-    command = [
-        sys.executable,
-        "-m",
-        "precision_time",
-        "predict",
-        "--json",
-        "--artifact",
-        artifact,
-        "--model",
-        cell.model,
-        "--precision",
-        cell.precision,
-        "--gpus",
-        str(cell.world_size),
-        "--batch-size",
-        str(cell.per_gpu_batch_size),
-        "--gpu",
-        "cpu",
-    ]
+    """The answer of ``precision-time predict`` for ``cell``, from a new process that loads the published artifact."""
+    command = [sys.executable, "-m", "precision_time", "predict", "--json", "--artifact", artifact, "--gpu", "cpu"]
+    command += ["--model", cell.model, "--precision", cell.precision]
+    command += ["--gpus", str(cell.world_size), "--batch-size", str(cell.per_gpu_batch_size)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise PrecisionTimeError("the published artifact did not answer", got=finished.stderr.strip()[-500:])

@@ -78,7 +78,7 @@ def test_a_group_of_commands_loads_under_its_name(register: Register, capsys: py
          "error E-DATA-CORRUPT: the digest does not hold; got: aa; expected: bb; fix: fetch it again\n"),
         (PartialError("3 of 9 cells failed"), 5, "error E-PARTIAL: 3 of 9 cells failed\n"),
         (RuntimeError("split\nline"), 1,
-         "error E-INTERNAL: something inside went wrong; got: RuntimeError: split\\nline; "
+         "error E-INTERNAL: an unexpected error occurred; got: RuntimeError: split\\nline; "
          "fix: run it again with --debug\n"),
     ],
     ids=["integrity", "partial", "internal"],

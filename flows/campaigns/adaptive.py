@@ -1,4 +1,4 @@
-"""Which cells to measure next: those of which a predictor fitted on the recorded ones is least sure, spread out."""
+"""Which cells to measure next: those about which a predictor fitted on the recorded cells is least sure, spread out."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,50 +24,51 @@ __all__ = ["FEWEST_TO_FIT", "choose_adaptively", "choose_widest", "next_batch", 
 
 Floats = npt.NDArray[np.float64]
 
-#: With fewer measured cells the fits differ by chance more than by what they do not know; the cover comes first.
+#: With fewer measured cells the fits differ mostly by chance; until then the cover is measured.
 FEWEST_TO_FIT = 12
+#: Predictors that are fitted, each without one fold of the measured cells.
 MEMBERS = 5
-#: A batch adds a quarter to what is recorded: a fit for each cell would choose hardly better.
+#: A batch adds a quarter to the recorded cells: a new fit after every cell would choose hardly better.
 BATCH_SHARE = 0.25
 SMALLEST_BATCH = 4
-#: How much less a cell is worth that agrees with one of the batch in everything.
+#: The share of its worth that a cell loses to a cell of the batch with the same value on every axis.
 OVERLAP = 0.5
 
 
 def spread_of(queries: Sequence[Query], *, measured: Sequence[Observation], seed: int = 0) -> Floats:
     """How far predictors that each lack a fifth of ``measured`` disagree: standard deviation of log seconds, (rows,).
 
-    Not the width of the interval that a predictor states: that is one for all of a regime, so past the cover it tells
-    little more than which cells lie outside of the measured range. Chosen by it on three public grids, errors on cells
-    not yet measured were 1.11 times as large (standard error 0.05), those on cells that are never measured the same
-    within noise (0.94, 0.07); by the product and the sum of both they were 0.98 and 1.04 times as large
-    (``tests/benchmarks/replay_adaptive.py``). The spread is blind to a value of an axis that no row holds, where all
-    fits go on alike: the cover comes first.
+    The width of a predictor's interval is not used: it is the same within a regime, so past the cover it says little
+    more than which cells lie outside the measured range. On three public grids, choosing by the interval made errors on
+    cells not yet measured 1.11 times as large (standard error 0.05) and left those on cells that are never measured the
+    same within noise (0.94, 0.07); choosing by the product and the sum of both made them 0.98 and 1.04 times as large
+    (``tests/benchmarks/replay_adaptive.py``). All fits extrapolate alike to a value of an axis without any row, and the
+    spread then says nothing: therefore the cover comes first.
 
     Raises ``InputError`` when too few rows are left to fit on.
     """
-    folds = split_by_group([seen.measurement.configuration for seen in measured], folds=MEMBERS, seed=seed)
-    answers = []
+    folds = split_by_group([row.measurement.configuration for row in measured], folds=MEMBERS, seed=seed)
+    log_times = []
     for fold in np.unique(folds):
-        kept = [seen for seen, other in zip(measured, folds, strict=True) if other != fold]
-        answers.append(np.log(HierarchicalPredictor.fit(kept, seed=seed).predict(queries).iteration_time_s))
-    spread: Floats = np.std(answers, axis=0)
+        training = [row for row, fold_of_row in zip(measured, folds, strict=True) if fold_of_row != fold]
+        log_times.append(np.log(HierarchicalPredictor.fit(training, seed=seed).predict(queries).iteration_time_s))
+    spread: Floats = np.std(log_times, axis=0)
     return spread
 
 
 def choose_widest(cells: Sequence[GridCell], worth: Floats, *, count: int) -> list[int]:
-    """Indices of ``count`` cells of great ``worth``, shape (cells,): each lowers the worth of those like it."""
+    """Indices of ``count`` cells of great ``worth``, shape (cells,): each choice lowers the worth of similar cells."""
     axes = axes_of(cells)
     columns = [np.array([hash(getattr(cell, name)) for cell in cells]) for name in axes]
     worth = worth.astype(np.float64)
-    chosen: list[int] = []
+    indices: list[int] = []
     for _ in range(min(count, len(cells))):
         best = int(np.argmax(worth))
-        chosen.append(best)
-        alike = sum((column == column[best] for column in columns), start=np.zeros(len(cells))) / max(1, len(axes))
-        worth *= 1 - OVERLAP * alike
+        indices.append(best)
+        likeness = sum((column == column[best] for column in columns), start=np.zeros(len(cells))) / max(1, len(axes))
+        worth *= 1 - OVERLAP * likeness
         worth[best] = -np.inf
-    return chosen
+    return indices
 
 
 def next_batch(
@@ -78,7 +79,7 @@ def next_batch(
     count: int,
     seed: int = 0,
 ) -> list[int]:
-    """Indices of ``count`` of ``cells`` to measure next; one without a query (nothing is known of it) comes first."""
+    """Indices of ``count`` of ``cells`` to measure next; cells without a query (no card of the model) come first."""
     unknown = [index for index, query in enumerate(queries) if query is None][:count]
     known = [(index, query) for index, query in enumerate(queries) if query is not None]
     if len(unknown) == count or not known:
@@ -91,12 +92,12 @@ def next_batch(
 def choose_adaptively(plan: CampaignPlan, dataset: TimingsDataset) -> Choose:
     """Batches of the missing cells of ``plan`` up to its budget: the cover first, then where the predictor is unsure.
 
-    A cell that fails counts as well, one that is refused does not. Where no predictor can be fitted, the order of the
-    plan goes on.
+    A failed cell counts towards the budget, a refused cell does not. Where no predictor can be fitted, the cells follow
+    in the order of the plan.
     """
     recorded = sum(planned.is_recorded for planned in plan.cells)
     cover = len(cover_cells([planned.cell for planned in plan.cells if not planned.is_refusable]))
-    first = max(FEWEST_TO_FIT, min(cover, plan.goal // 2))
+    in_order = max(FEWEST_TO_FIT, min(cover, plan.goal // 2))
 
     def choose(outcomes: Mapping[str, CellOutcome]) -> list[PlannedCell]:
         left = [planned for planned in plan.missing if planned.cell_id not in outcomes]
@@ -104,10 +105,10 @@ def choose_adaptively(plan: CampaignPlan, dataset: TimingsDataset) -> Choose:
         count = min(len(left), plan.cells_to_measure - tried)
         if count <= 0:
             return []
-        known = recorded + sum(outcome.status == "recorded" for outcome in outcomes.values())
-        if recorded + tried < first:
-            return left[: min(count, first - recorded - tried)]
-        size = min(count, max(SMALLEST_BATCH, int(BATCH_SHARE * known)))
+        in_dataset = recorded + sum(outcome.status == "recorded" for outcome in outcomes.values())
+        if recorded + tried < in_order:
+            return left[: min(count, in_order - recorded - tried)]
+        size = min(count, max(SMALLEST_BATCH, int(BATCH_SHARE * in_dataset)))
         try:
             measured = _observe(plan, dataset)
             estimate = CellEstimate(plan.spec, plan.device, cards=dataset.read_cards("workloads"))
@@ -115,7 +116,7 @@ def choose_adaptively(plan: CampaignPlan, dataset: TimingsDataset) -> Choose:
             queries = [None if setup is None else Query.of(setup) for setup in setups]
             batch = next_batch([planned.cell for planned in left], queries, measured=measured, count=size)
         except PrecisionTimeError as error:
-            say(f"the next cells are taken in order, since no predictor could be fitted: {error}")
+            say(f"the next cells are taken in the plan's order, because no predictor could be fitted: {error}")
             return left[:size]
         return [left[index] for index in batch]
 
@@ -123,9 +124,9 @@ def choose_adaptively(plan: CampaignPlan, dataset: TimingsDataset) -> Choose:
 
 
 def _observe(plan: CampaignPlan, dataset: TimingsDataset) -> list[Observation]:
-    """What the dataset holds of this campaign's device, joined with cards."""
+    """The dataset's measurements on this campaign's device, joined with their cards."""
     gpu = plan.device.hardware.name
-    measured = [seen for seen in dataset.measurements() if seen.gpu == gpu and not is_glm(seen.model)]
+    measured = [row for row in dataset.measurements() if row.gpu == gpu and not is_glm(row.model)]
     cards = [WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads")]
     hardware = [HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware")]
     return observe(measured, workloads=cards, hardware=[*hardware, plan.device.hardware])

@@ -44,7 +44,7 @@ from precision_time.flows.clusters.scratch import open_scratch
 from precision_time.flows.clusters.settings import is_local
 from precision_time.flows.ground.plain_failures import fail_plainly
 from precision_time.flows.planning.budget import Budget
-from precision_time.flows.planning.changes import limits_of, note_measured, note_settings
+from precision_time.flows.planning.changed_settings import limits_of, note_measured, note_settings
 from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.predictor.answering.estimate import format_duration
@@ -119,13 +119,13 @@ def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignRes
         plan, measured.outcomes, rows=rows, duration_s=time.monotonic() - started, ended_by=measured.ended_by
     )
     _keep_result(result)
-    pages.conclude(result, dataset=dataset)
+    pages.write_report(result, dataset=dataset)
     log.info("%s", describe_result(result))
     if (retraining := retrain_after(spec, result)) is not None:
         log.info("retraining: %s; %s", retraining.status, "; ".join(retraining.reasons))
         result = result.model_copy(update={"retraining": retraining})
         _keep_result(result)
-        pages.report(result)
+        pages.rewrite_report(result)
     if result.status == "complete":
         if result.retraining is not None and result.retraining.status == "failed":
             return Completed(name="Retraining failed", message="all cells are recorded", data=result)

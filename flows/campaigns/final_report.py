@@ -1,4 +1,4 @@
-"""The pages of a campaign's run, and what ends it: the report with pictures, kept beside the data, and a retraining."""
+"""The pages of a campaign's run, its final report with pictures, kept beside the data, and the retraining after it."""
 
 from precision_time.flows.campaigns.measuring import INTERRUPTED
 from precision_time.flows.campaigns.summary import (
@@ -8,7 +8,7 @@ from precision_time.flows.campaigns.summary import (
     grid_rows,
     markdown_report,
     table_rows,
-)
+)  # fmt: skip
 from precision_time.flows.campaigns.terminal import log_of_run
 from precision_time.flows.ground.prefect_artifacts import LiveArtifact, LiveTable, ProgressArtifact, embed_pictures
 from precision_time.flows.planning.plan import CampaignPlan
@@ -24,14 +24,14 @@ __all__ = ["CampaignPages", "report_folder", "retrain_after"]
 
 
 def report_folder(name: str) -> str:
-    """Where in the data folder ``report.md`` and ``plots/`` of the last run of campaign ``name`` are kept."""
+    """The folder of the data that holds ``report.md`` and ``plots/`` of the last run of campaign ``name``."""
     return f"campaigns/v1/{name}"
 
 
 class CampaignPages:
-    """The grid and the bar, which change while the run goes on, and its report; nothing is shown before it is written.
+    """The table and the progress bar, which change during the run, and the report at its end.
 
-    Keys hold the campaign's name alone, so that Prefect shows the history of a campaign over its runs.
+    Their keys contain only the campaign's name, so that Prefect shows the history of a campaign over its runs.
     """
 
     def __init__(self, plan: CampaignPlan) -> None:
@@ -45,32 +45,32 @@ class CampaignPages:
         self._grid: list[GridRow] = []
         self._plots = CampaignPlots(pictures={}, remarks=())
 
-    def conclude(self, result: CampaignResult, *, dataset: TimingsDataset) -> None:
-        """Show the grid as the run leaves it, and write the report with the pictures of its cells."""
+    def write_report(self, result: CampaignResult, *, dataset: TimingsDataset) -> None:
+        """Show the final grid, draw the pictures of its cells, and write the report."""
         measurements = dataset.measurements()
         recorded = dataset.recorded_cells()
         self._grid = grid_rows(self._plan, result.failed, measurements=measurements, recorded=recorded)
-        self.table.write_rows(table_rows(self._grid), description=_say(result))
-        ours = {planned.cell_id for planned in self._plan.cells}
+        self.table.write_rows(table_rows(self._grid), description=_describe(result))
+        cell_ids = {planned.cell_id for planned in self._plan.cells}
         try:
             self._plots = draw_campaign_plots(
-                [seen for seen in measurements if seen.cell_id in ours],
+                [row for row in measurements if row.cell_id in cell_ids],
                 name=result.name,
                 workloads=[WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads")],
                 hardware=[self._plan.device.hardware, *map(HardwareSpec.from_dict, dataset.read_cards("hardware"))],
                 registry=self._plan.spec.registry,
             )
         except Exception as error:
-            # Pictures lean on cards, artifacts and fonts; nothing of that may undo a campaign that is recorded.
+            # Pictures depend on cards, artifacts and fonts; none of these may fail a recorded campaign.
             log_of_run().warning("the pictures of the report were not drawn: %s: %s", type(error).__name__, error)
             self._plots = CampaignPlots(pictures={}, remarks=(f"Pictures are missing: {type(error).__name__}.",))
-        self.report(result)
+        self.rewrite_report(result)
 
-    def report(self, result: CampaignResult) -> None:
-        """Write the report again, with what ``result`` says now, on its page and into the data folder."""
+    def rewrite_report(self, result: CampaignResult) -> None:
+        """Write the report for ``result``, with the pictures drawn before, on its page and into the data folder."""
         pictures = self._plots.pictures
         report = markdown_report(result, self._grid, plots=pictures, remarks=self._plots.remarks)
-        self._report.write(embed_pictures(report, pictures), description=f"Report: {_say(result)}")
+        self._report.write(embed_pictures(report, pictures), description=f"Report: {_describe(result)}")
         folder = report_folder(result.name)
         try:
             store = open_store(self._plan.spec.data)
@@ -81,21 +81,21 @@ class CampaignPages:
             log_of_run().warning("the report was not kept in the data folder: %s", error)
 
 
-def _say(result: CampaignResult) -> str:
+def _describe(result: CampaignResult) -> str:
     return f"Campaign {result.name} on {result.gpu}: {result.status}"
 
 
 def retrain_after(spec: CampaignSpec, result: CampaignResult) -> RetrainingOutcome | None:
-    """Retrain on the data of ``spec`` as a run inside this one, where it asks for that.
+    """Retrain on the data of ``spec`` as a run inside this one; None unless ``spec`` asks for it.
 
-    What stands in the way, too few cells for instance, is a reason and no error: the cells are recorded all the same.
+    Obstacles such as too few cells are reported as a reason and raise nothing: the cells are recorded all the same.
     """
     if not spec.retrain_after or spec.registry is None:
         return None
     if not result.cells_measured or result.ended_by == INTERRUPTED:
         reason = "the run was interrupted" if result.cells_measured else "this run recorded no new cell"
         return RetrainingOutcome(status="not tried", reasons=(reason,))
-    # Few campaigns need what a retraining loads.
+    # Few campaigns need these libraries.
     from precision_time.flows.retraining.retrain import run_retraining
     from precision_time.flows.retraining.spec import RetrainSpec
 

@@ -1,4 +1,4 @@
-"""Interrupts: a first Ctrl-C asks a campaign to end after the cells under way, a second one stops it now."""
+"""Ctrl-C during a campaign: the first one lets running cells finish, the second one stops them at once."""
 
 import contextlib
 import os
@@ -10,11 +10,11 @@ from types import FrameType
 
 __all__ = ["Interrupts", "catch_interrupts"]
 
-FIRST = "\ninterrupted: finishing the cells under way; press Ctrl-C again to stop them now\n"
+FIRST = "\ninterrupted: finishing the running cells; press Ctrl-C again to stop them at once\n"
 
 
 class Interrupts:
-    """Counts Ctrl-C; from the second on they raise ``KeyboardInterrupt`` in the main thread."""
+    """Notes the first Ctrl-C; every further one raises ``KeyboardInterrupt`` in the main thread."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -23,14 +23,14 @@ class Interrupts:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        # Print may be in the middle of a line in this very thread, and cannot be entered twice.
+        # This thread may be in the middle of a print, which cannot be entered twice.
         with contextlib.suppress(OSError, ValueError):
             os.write(sys.stderr.fileno(), FIRST.encode())
 
 
 @contextlib.contextmanager
 def catch_interrupts() -> Iterator[Interrupts]:
-    """Handle Ctrl-C this way during the block; elsewhere than in the main thread nothing changes."""
+    """Handle Ctrl-C this way during the block; outside the main thread nothing changes."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts

@@ -1,4 +1,4 @@
-"""LiveGrid: where each cell of a running campaign stands, shown by a thread of its own as a table that fills."""
+"""The state of each cell of a running campaign, shown by a background thread as a table that fills."""
 
 import contextlib
 import contextvars
@@ -16,9 +16,9 @@ from precision_time.storage.timings import TimingsDataset
 
 __all__ = ["LiveGrid"]
 
-#: The page is written when a cell begins or ends, and no sooner than this after the last time.
+#: The page is written when a cell begins or ends, at most once in this time.
 EVERY_S = 2.0
-#: What a write under way may take before the end of the run goes on without it.
+#: How long the end of the run waits for the last write.
 LAST_WRITE_S = 10.0
 
 _WAITING = "waiting"
@@ -27,8 +27,8 @@ _WAITING = "waiting"
 class LiveGrid:
     """The state of every cell of ``plan``, and the pages that show it while the ``with`` block runs.
 
-    States are ``waiting``, ``measuring``, ``recorded``, ``failed`` (it may be tried again) and ``refused``. Cells are
-    noted from any thread and cost no call; ``fraction`` says how much of the run is done.
+    States are ``waiting``, ``measuring``, ``recorded``, ``failed`` (it may be tried again) and ``refused``. Any thread
+    may set them, without a call to Prefect; ``fraction`` returns how much of the run is done.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LiveGrid:
         fraction: Callable[[], float],
     ) -> None:
         self._plan = plan
-        # One of its own: what a reading leaves out is noted in the dataset, and the campaign reads as well.
+        # A separate object, because a dataset keeps the problems of its last reading and the campaign reads as well.
         self._dataset = TimingsDataset(dataset.url)
         self._table = table
         self._bar = bar
@@ -51,10 +51,10 @@ class LiveGrid:
         }
         self._causes = {planned.cell_id: planned.refusal.cause for planned in plan.cells if planned.refusal is not None}
         self._times: dict[str, float] = {}
-        self._looked_for: set[str] = set()
+        self._read_cells: set[str] = set()
         self._lock = threading.Lock()
         self._changed, self._ended = threading.Event(), threading.Event()
-        # The run's own context, so that the thread asks the API that the run asks.
+        # The thread gets the run's context, and with it the run's API.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._show,), name="campaign pages", daemon=True)
 
@@ -72,9 +72,9 @@ class LiveGrid:
 
     @contextlib.contextmanager
     def show_cell(self, planned: PlannedCell) -> Iterator[Callable[[CellOutcome], CellOutcome]]:
-        """Show ``planned`` as measuring, until the function it gives is told the outcome, which that returns.
+        """Show ``planned`` as measuring; the yielded function takes the outcome to show, and returns it.
 
-        Without an outcome, because the cell was stopped, it waits again.
+        A cell that was stopped has no outcome and is shown as waiting again.
         """
         outcomes: list[CellOutcome] = []
 
@@ -82,43 +82,43 @@ class LiveGrid:
             outcomes.append(outcome)
             return outcome
 
-        self._note(planned.cell_id, "measuring")
+        self._set_state(planned.cell_id, "measuring")
         try:
             yield show_outcome
         finally:
             if outcomes:
-                self._note(planned.cell_id, outcomes[-1].status, cause=outcomes[-1].cause)
+                self._set_state(planned.cell_id, outcomes[-1].status, cause=outcomes[-1].cause)
             else:
-                self._note(planned.cell_id, _WAITING)
+                self._set_state(planned.cell_id, _WAITING)
 
     def wake(self) -> None:
-        """Something that the pages show has changed."""
+        """Let the thread write the pages, because something that they show has changed."""
         self._changed.set()
 
     def rows(self) -> list[GridRow]:
-        """The whole grid as it stands now."""
+        """The whole grid in its present state."""
         with self._lock:
             states, causes, times = dict(self._states), dict(self._causes), dict(self._times)
         return fill_rows(self._plan, states=states, times=times, causes=causes)
 
     def read_times(self) -> None:
-        """Look for the times of cells that were recorded since the last look."""
+        """Read the times of the cells that were recorded since the last call."""
         with self._lock:
             recorded = {cell_id for cell_id, state in self._states.items() if state == "recorded"}
-        fresh = recorded - self._looked_for
-        if not fresh:
+        unread = recorded - self._read_cells
+        if not unread:
             return
         try:
-            found = {seen.cell_id: seen.iteration_time_s for seen in self._dataset.measurements(cells=fresh)}
+            times = {row.cell_id: row.iteration_time_s for row in self._dataset.measurements(cells=unread)}
         except PrecisionTimeError as error:
             log_of_run().warning("the times of the grid could not be read: %s", error)
-            found = {}
-        # Rows are written before their cell is noted, so one that was not found now has no usable time.
-        self._looked_for |= recorded
+            times = {}
+        # Rows are written before their cell's state is set, so a cell without a time now has no usable rows.
+        self._read_cells |= recorded
         with self._lock:
-            self._times |= found
+            self._times |= times
 
-    def _note(self, cell_id: str, state: str, *, cause: str | None = None) -> None:
+    def _set_state(self, cell_id: str, state: str, *, cause: str | None = None) -> None:
         with self._lock:
             self._states[cell_id] = state
             if cause is not None:

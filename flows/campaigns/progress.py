@@ -1,4 +1,4 @@
-"""How a running campaign shows itself on stderr: a bar with the time left on a terminal, plain lines elsewhere."""
+"""The progress of a running campaign on stderr: a bar with the time left on a terminal, plain lines elsewhere."""
 
 import sys
 import threading
@@ -17,15 +17,15 @@ from precision_time.tasks.gangs.leases import LeaseWait
 
 __all__ = ["CampaignProgress"]
 
-#: a log must say that a long cell is alive, and a tool that reads it must not wait longer
+#: Without a terminal, a line at least this often says that a long cell is alive.
 LINE_EVERY_S = 30.0
-#: a wait for workers is named after so long, and then every so often: it may last for hours
+#: A wait for workers is reported after this time, and then repeatedly, because it may last for hours.
 WAIT_SAID_AFTER_S = 15.0
 WAIT_SAID_EVERY_S = 60.0
-#: A cell that was not seen waiting for so long has its workers: it is asked about every second.
+#: Waits are reported about every second, so a cell without a report for this long has got its workers.
 WAIT_OVER_S = 10.0
-#: weight of the newest cell in the running ratio of taken to estimated time
-NEWEST = 0.3
+#: The weight of the newest cell in the running ratio of taken to estimated time.
+NEWEST_WEIGHT = 0.3
 
 
 class CampaignProgress:
@@ -40,7 +40,7 @@ class CampaignProgress:
         self._said = time.monotonic()
         self._due: dict[str, float] = {}
         self._waits: dict[str, float] = {}
-        # A cell beside others takes only its share of the cluster, and so of the time that is left.
+        # A cell beside others takes only its share of the cluster, and so of the remaining time.
         self._waiting = plan.occupied_s(plan.missing)
         self._share = {
             planned.cell_id: self._waiting[planned.cell_id] / planned.estimated_s
@@ -74,16 +74,19 @@ class CampaignProgress:
 
     @property
     def fraction(self) -> float:
-        """Share of the missing cells that are done."""
+        """The share of the missing cells that are done."""
         return self.done / self.total if self.total else 1.0
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimates of the cells that are left, scaled by how the done ones went; None before one is done."""
+        """The estimates of the cells that are left, scaled by the ratio of taken to estimated time so far.
+
+        None before the first cell is done.
+        """
         if self._ratio is None:
             return None
         left = self.total - self.done
-        # Of an adaptive campaign only a part of what waits will be measured.
+        # An adaptive campaign measures only a part of the waiting cells.
         share = min(1.0, left / len(self._waiting)) if self._waiting else 0.0
         left_s = sum(self._waiting.values()) * share * self._ratio
         now = time.monotonic()
@@ -94,38 +97,39 @@ class CampaignProgress:
         return max(0.0, left_s - running_s)
 
     def start_cell(self, planned: PlannedCell) -> None:
-        """Say that ``planned`` is being measured now."""
+        """Show that ``planned`` is being measured now."""
         self._running[planned.cell_id] = planned, time.monotonic()
         self._due.pop(planned.cell_id, None)
         self._describe()
 
     def show_wait(self, planned: PlannedCell, wait: LeaseWait) -> None:
-        """Say now and then that ``planned`` still waits for workers, and who has them; called about every second."""
+        """Report now and then that ``planned`` waits for workers, and who has them; called about every second."""
         now = time.monotonic()
-        # Its time starts when it has its workers.
+        # A cell's time starts when it has its workers.
         self._running[planned.cell_id] = planned, now
-        # A new dictionary each time: threads of other cells may be reading this one.
-        seen = {other: then for other, then in self._waits.items() if now - then < WAIT_OVER_S}
-        self._waits = seen | {planned.cell_id: now}
-        # The first in the line speaks for all: on a large cluster dozens of a campaign's own cells wait.
+        # A new dictionary each time, because threads of other cells may be reading the old one.
+        recent = {cell_id: reported for cell_id, reported in self._waits.items() if now - reported < WAIT_OVER_S}
+        self._waits = recent | {planned.cell_id: now}
+        # Only the first in the queue reports: on a large cluster dozens of a campaign's own cells may wait.
         is_first = next(iter(self._waits)) == planned.cell_id
         if is_first and wait.seconds >= self._due.get(planned.cell_id, WAIT_SAID_AFTER_S):
             self._due[planned.cell_id] = wait.seconds + WAIT_SAID_EVERY_S
-            others = f" and {len(seen.keys() - {planned.cell_id})} more" if seen.keys() - {planned.cell_id} else ""
-            self._print(f"{planned.cell.label}{others}: {wait}, for {format_duration(wait.seconds)} so far")
+            others = len(recent.keys() - {planned.cell_id})
+            more = f" and {others} more" if others else ""
+            self._print(f"{planned.cell.label}{more}: {wait}, for {format_duration(wait.seconds)} so far")
 
     def drop_cell(self, planned: PlannedCell) -> None:
-        """Say no more of ``planned``, which was given up before it started."""
+        """Forget ``planned``, which was given up before it started."""
         self._running.pop(planned.cell_id, None)
 
     def finish_cell(self, planned: PlannedCell, outcome: CellOutcome, *, is_last_attempt: bool) -> None:
-        """Count ``planned``, unless it failed and will be tried again."""
+        """Count ``planned``, unless it failed and will be tried again, and report its outcome."""
         now = time.monotonic()
         taken_s = now - self._running.pop(planned.cell_id, (planned, now))[1]
         self._describe()
         if outcome.rows and planned.estimated_s > 0:
             ratio = taken_s / planned.estimated_s
-            self._ratio = ratio if self._ratio is None else (1 - NEWEST) * self._ratio + NEWEST * ratio
+            self._ratio = ratio if self._ratio is None else (1 - NEWEST_WEIGHT) * self._ratio + NEWEST_WEIGHT * ratio
         if is_last_attempt:
             self.done += 1
             self.total = max(self.total, self.done)
@@ -156,12 +160,12 @@ class CampaignProgress:
         while not self._stop.wait(max(0.001, self._said + LINE_EVERY_S - time.monotonic())):
             running = tuple(self._running.values())
             if time.monotonic() - self._said < LINE_EVERY_S:
-                continue  # a cell ended meanwhile
+                continue  # another line was printed meanwhile
             self._said = time.monotonic()
             for planned, started in running:
                 lasting_s = time.monotonic() - started
                 if lasting_s < LINE_EVERY_S / 2:
-                    continue  # it waits for workers, which is said elsewhere
+                    continue  # it waits for workers, which show_wait reports
                 lasting = format_duration(lasting_s)
                 self._print(f"[{self.done}/{self.total}] {planned.cell.label}: measuring for {lasting}{self._left()}")
 

@@ -1,4 +1,4 @@
-"""What came out of a run: results of both flows, one row per cell, and the texts for terminals and Prefect pages."""
+"""The result of a campaign's run: its counts, one row per cell, and the report as markdown."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -13,24 +13,16 @@ from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.publishing.plots import show_plots
 
 __all__ = [
-    "CampaignResult",
-    "FailedCell",
-    "GridRow",
-    "RetrainingOutcome",
-    "describe_options",
-    "fill_rows",
-    "grid_rows",
-    "markdown_report",
-    "read_grid",
-    "summarise",
-    "table_rows",
-]
+    "CampaignResult", "FailedCell", "GridRow", "RetrainingOutcome", "describe_options", "fill_rows", "grid_rows",
+    "markdown_report", "read_grid", "summarise", "table_rows",
+]  # fmt: skip
 
+#: More rows, or failed cells, are left out of the report.
 MARKDOWN_ROWS = 200
 
 
 class FailedCell(BaseModel):
-    """A cell that every attempt of this run failed at, with the cause of the last."""
+    """A cell whose attempts in this run all failed, with the cause of the last one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,10 +35,10 @@ class FailedCell(BaseModel):
 
 
 class RetrainingOutcome(BaseModel):
-    """What came of the retraining after a campaign.
+    """The outcome of the retraining after a campaign.
 
-    ``status`` is that of ``RetrainResult``; ``not tried`` when there was nothing to retrain on, too few cells for
-    instance; or ``failed``. ``artifact_id`` is what is in use now, where it is known.
+    ``status`` is that of ``RetrainResult``, or ``not tried``, for instance with too few cells, or ``failed``.
+    ``artifact_id`` is the artifact in use now, where it is known.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -57,12 +49,12 @@ class RetrainingOutcome(BaseModel):
 
 
 class CampaignResult(BaseModel):
-    """What one run of a campaign did.
+    """The result of one run of a campaign.
 
-    ``cells_planned`` are all that are to be recorded in the end, ``cells_in_grid`` those that an adaptive budget
-    chooses from. ``ended_by`` names the limit that ended the run early, or ``interrupted``; ``cells_left`` were then
-    not tried. ``rows`` counts the iteration rows (one per step and rank) that the dataset holds of the campaign's
-    cells, ``rows_added`` those of this run.
+    ``cells_planned`` are to be recorded in the end, ``cells_in_grid`` are those that an adaptive budget chooses from.
+    ``ended_by`` names the limit that ended the run early, or is ``interrupted``; ``cells_left`` were then not tried.
+    ``rows`` counts the dataset's rows of the campaign's cells (one per iteration and rank), ``rows_added`` those of
+    this run.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -85,21 +77,21 @@ class CampaignResult(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def status(self) -> Literal["complete", "partial", "failed"]:
-        """``complete`` only with every cell recorded; ``failed`` when cells were tried and the dataset holds none."""
+        """``complete`` with every cell recorded, ``failed`` if cells were tried and none is, else ``partial``."""
         if not self.cells_recorded and (self.failed or not self.ended_by):
             return "failed"
         return "complete" if self.cells_recorded >= self.cells_planned else "partial"
 
     @property
     def end(self) -> str:
-        """In words, what ended the run early and what is left, or why nothing ever will be; empty when all is well."""
+        """In words, what ended the run early and what is left, or that nothing is left; empty when all is well."""
         if self.ended_by and self.cells_left:
             return f"ended by {self.ended_by}; {self.cells_left} cells were not tried: run the campaign again for them"
         if self.ended_by:
             return f"ended by {self.ended_by}; no cell was left to try"
         if self.failed and not self.cells_left and all(cell.status == "refused" for cell in self.failed):
             return (
-                "nothing is left to measure: what has no timings was refused, and is not tried again "
+                "nothing is left to measure: the cells without timings were refused and are not tried again "
                 f"(cells: {len(self.failed)})"
             )
         return ""
@@ -113,9 +105,9 @@ def summarise(
     duration_s: float,
     ended_by: str = "",
 ) -> CampaignResult:
-    """The counts of a run: a cell counts as recorded if it was before or is now; ``rows`` by cell id in the dataset.
+    """The result of a run: cells recorded before it count as recorded; ``rows`` counts the dataset's rows by cell id.
 
-    Cells that were refused in an earlier run are listed as failed with that cause.
+    Cells that an earlier run refused are listed as failed with that cause.
     """
     labels = {planned.cell_id: planned.cell.label for planned in plan.cells}
     recorded = [outcome for outcome in outcomes.values() if outcome.status == "recorded"]
@@ -129,7 +121,7 @@ def summarise(
         cells_planned=plan.goal,
         cells_in_grid=len(plan.cells),
         cells_recorded=in_dataset,
-        # One without rows was recorded by another campaign.
+        # A recorded cell without rows was recorded by another campaign.
         cells_measured=sum(outcome.rows > 0 for outcome in recorded),
         cells_left=max(0, plan.goal - in_dataset - len(failed)),
         rows=sum(rows.get(planned.cell_id, 0) for planned in plan.cells),
@@ -151,7 +143,7 @@ def summarise(
 
 
 class GridRow(BaseModel):
-    """One cell in a table: where it stands, its time, and its speed-up over the same cell in fp32."""
+    """One cell in a table: its state, its time, and its speed-up over the same cell in fp32."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -168,7 +160,7 @@ class GridRow(BaseModel):
 
 
 def read_grid(plan: CampaignPlan, failed: Iterable[FailedCell], *, dataset: TimingsDataset) -> list[GridRow]:
-    """``grid_rows`` of what the dataset holds now."""
+    """``grid_rows`` with the present content of the dataset."""
     return grid_rows(plan, failed, measurements=dataset.measurements(), recorded=dataset.recorded_cells())
 
 
@@ -179,13 +171,13 @@ def grid_rows(
     measurements: Iterable[Measurement],
     recorded: Set[str] = frozenset(),
 ) -> list[GridRow]:
-    """The whole grid in its order, cells of earlier runs too.
+    """The whole grid in its order, with the cells of earlier runs.
 
     A cell without a measurement has failed in this run, is ``unusable`` (recorded, but its rows give no time), or is
     missing.
     """
     failures = {cell.cell_id: cell for cell in failed}
-    times = {seen.cell_id: seen.iteration_time_s for seen in measurements}
+    times = {row.cell_id: row.iteration_time_s for row in measurements}
     states = dict.fromkeys(recorded, "unusable") | {cell_id: cell.status for cell_id, cell in failures.items()}
     return fill_rows(
         plan,
@@ -198,7 +190,7 @@ def grid_rows(
 def fill_rows(
     plan: CampaignPlan, *, states: Mapping[str, str], times: Mapping[str, float], causes: Mapping[str, str]
 ) -> list[GridRow]:
-    """The whole grid in its order: each cell's state (``missing`` by default), seconds and cause by its id."""
+    """The whole grid in its order, with each cell's state (``missing`` by default), seconds and cause by its id."""
     by_cell = {planned.cell: times[planned.cell_id] for planned in plan.cells if planned.cell_id in times}
     rows = []
     for planned in plan.cells:
@@ -222,7 +214,7 @@ def fill_rows(
 
 
 def describe_options(cell: GridCell) -> str:
-    """What of ``cell`` is not plain eager data parallelism, in words."""
+    """In words, how ``cell`` differs from plain eager data parallelism."""
     words = [cell.strategy] if cell.strategy != "ddp" else []
     for name in OPTIONS:
         value = getattr(cell, name)
@@ -231,7 +223,7 @@ def describe_options(cell: GridCell) -> str:
 
 
 def table_rows(rows: Sequence[GridRow]) -> list[dict[str, Any]]:
-    """``rows`` as short texts under the headings of a table; options have a column where a row has some."""
+    """``rows`` as short texts by heading; there is a column of options if a row has some."""
     with_options = any(row.options for row in rows)
     return [
         {
@@ -255,7 +247,7 @@ def markdown_report(
 ) -> str:
     """The report of one run: counts, pictures, the grid, every failed cell with its cause, and the retraining.
 
-    ``plots`` are names of files in the folder ``plots`` beside it, ``remarks`` what is said of them.
+    ``plots`` are names of files in the folder ``plots`` beside the report, ``remarks`` are sentences about them.
     """
     lines = [
         f"# Campaign {result.name}: {result.status}",
@@ -268,7 +260,8 @@ def markdown_report(
         *([f"This run: {_escaped(result.end)}.", ""] if result.end else []),
         *show_plots(plots),
         *(line for remark in remarks for line in (_escaped(remark), "")),
-        "Iteration: median over the measured steps of the slowest rank. Over fp32: how many times as fast as fp32.",
+        "`iteration` is the median over the measured steps of the slowest rank; `over fp32` is the speed-up over the "
+        "same cell in fp32.",
         "",
     ]
     shown = table_rows(rows[:MARKDOWN_ROWS])
@@ -292,11 +285,11 @@ def markdown_report(
 
 
 def _escaped(text: str) -> str:
-    """Text from models and exceptions must not break the table or become markup."""
-    kept = "".join(c if c.isprintable() else " " for c in text)
+    """``text`` of models and exceptions so that it neither breaks the table nor becomes markup."""
+    printable = "".join(character if character.isprintable() else " " for character in text)
     for mark in ("\\", "|", "`", "*", "_", "<", "[", "#"):
-        kept = kept.replace(mark, f"\\{mark}" if mark != "<" else "&lt;")
-    return kept
+        printable = printable.replace(mark, f"\\{mark}" if mark != "<" else "&lt;")
+    return printable
 
 
 def _chosen_from(result: CampaignResult) -> str:

@@ -1,4 +1,4 @@
-"""Tables and lines of the campaign commands: data on stdout, everything else on stderr."""
+"""What the commands campaign, retrain and probe print: data on stdout, progress on stderr."""
 
 import logging
 import re
@@ -27,9 +27,9 @@ __all__ = [
     "print_result", "print_retraining", "say",
 ]  # fmt: skip
 
-#: a larger grid is shown by its ends; --json has all of it
+#: Further rows of a table are left out; --json prints all of them.
 MAX_ROWS = 500
-#: without a terminal nothing is cut or wrapped
+#: Characters of a line when the output is no terminal, so that nothing is cut or wrapped.
 FILE_WIDTH = 160
 
 
@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 
 def log_of_run() -> "logging.Logger | logging.LoggerAdapter[Any]":
-    """The log that the page of this run shows; a plain one outside of a run."""
+    """The log that Prefect shows on the page of this run; outside a run an ordinary logger."""
     from prefect.exceptions import MissingContextError
     from prefect.logging import get_run_logger
 
@@ -50,13 +50,13 @@ def log_of_run() -> "logging.Logger | logging.LoggerAdapter[Any]":
 
 
 def open_console(*, to_stderr: bool = False) -> Console:
-    """A console that cuts nothing when its output goes to a file."""
+    """A console for stdout or stderr, wide enough that nothing is cut when the output goes to a file."""
     console = Console(stderr=to_stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=to_stderr, highlight=False, width=FILE_WIDTH)
 
 
 def describe_plan(plan: CampaignPlan) -> str:
-    """One line: the device, and how many cells there are, in which states, and for how long."""
+    """One line: the device, the number of cells in each state, and the expected duration."""
     states = Counter(planned.state for planned in plan.cells)
     return (
         f"{plan.spec.name} on {plan.device.environment.gpu}: {len(plan.cells)} cells, {states['recorded']} recorded, "
@@ -68,7 +68,7 @@ def describe_plan(plan: CampaignPlan) -> str:
 
 
 def describe_result(result: CampaignResult) -> str:
-    """One line: how the run came out, with its counts."""
+    """One line: the status of the run, with its counts."""
     return (
         f"{result.name}: {result.status}; {result.cells_recorded} of {result.cells_planned} cells are recorded, "
         f"{result.cells_measured} by this run ({result.rows_added} rows) in {format_duration(result.duration_s)}"
@@ -76,7 +76,7 @@ def describe_result(result: CampaignResult) -> str:
 
 
 def print_plan(plan: CampaignPlan, *, console: Console) -> None:
-    """The whole grid with the state and the expected seconds of each cell, and the expected duration of the rest."""
+    """The whole grid with the state and expected duration of each cell, and the limits of the run."""
     with_options = any(describe_options(planned.cell) for planned in plan.cells)
     rows = [
         {
@@ -94,7 +94,7 @@ def print_plan(plan: CampaignPlan, *, console: Console) -> None:
     _print_table(console, rows)
     console.print(describe_plan(plan), markup=False)
     if plan.goal < len(plan.cells):
-        console.print(f"a predictor chooses {plan.goal} cells of the grid", markup=False)
+        console.print(f"adaptive: a predictor chooses {plan.goal} cells of the grid", markup=False)
     limits = {
         "max_hours": plan.spec.max_hours,
         "max_cells": plan.spec.max_cells,
@@ -102,7 +102,7 @@ def print_plan(plan: CampaignPlan, *, console: Console) -> None:
     }
     stated = [f"{name} {value:g}" for name, value in limits.items() if value is not None]
     if stated:
-        console.print(f"ends early at {', '.join(stated)}", markup=False)
+        console.print(f"limits of this run: {', '.join(stated)}", markup=False)
 
 
 def print_result(plan: CampaignPlan, result: CampaignResult, *, console: Console) -> None:
@@ -119,7 +119,7 @@ def print_result(plan: CampaignPlan, result: CampaignResult, *, console: Console
 
 
 def print_retraining(result: RetrainResult, *, console: Console) -> None:
-    """Errors by split and method, what was decided and why."""
+    """Errors by split and method, the decision and its reasons."""
     _print_table(console, readable_accuracy(result.accuracy))
     for reason in result.reasons:
         console.print(f"- {reason}", markup=False)
@@ -127,15 +127,10 @@ def print_retraining(result: RetrainResult, *, console: Console) -> None:
 
 
 def print_probe(report: ProbeReport, *, console: Console) -> None:
-    """The device, its rates and what it cannot run."""
+    """The device, its speeds, and the precisions that it cannot run."""
     hardware = report.hardware
-    rows = [
-        {
-            "precision format": name,
-            "peak": f"{rate / 1e9:,.0f} GFLOP/s",
-        }
-        for name, rate in hardware.peak_flops_per_s.items()
-    ]
+    peaks = hardware.peak_flops_per_s.items()
+    rows = [{"precision format": name, "peak": f"{rate / 1e9:,.0f} GFLOP/s"} for name, rate in peaks]
     console.print(f"{hardware.name}: {report.device_count} x {report.environment.device_type}", markup=False)
     _print_table(console, rows)
     console.print(
@@ -147,10 +142,10 @@ def print_probe(report: ProbeReport, *, console: Console) -> None:
         console.print(f"not supported: {name} ({printable(reason)})", markup=False)
 
 
-def print_model_probe(found: ModelProbe, *, console: Console) -> None:
-    """Each setting as it was measured and predicted, and what answered."""
-    hardware = found.device.hardware
-    # Every row is of the model and device that stand above the table.
+def print_model_probe(probe: ModelProbe, *, console: Console) -> None:
+    """The measured and predicted time of each setting, and the predictor that answered."""
+    hardware = probe.device.hardware
+    # All rows have the model and device that stand above the table.
     subject = re.compile(rf" of \S+ on {re.escape(hardware.name)}(?=:)")
     rows = [
         {
@@ -161,22 +156,22 @@ def print_model_probe(found: ModelProbe, *, console: Console) -> None:
             "measured": "" if line.measured_s is None else format_duration(line.measured_s),
             "predicted": format_duration(line.predicted_s),
             "error": "" if line.error is None else f"{line.error:+.1%}",
-            f"{found.level:.0%} interval": f"{format_duration(line.low_s)} .. {format_duration(line.high_s)}",
+            f"{probe.level:.0%} interval": f"{format_duration(line.low_s)} .. {format_duration(line.high_s)}",
             "how known": ("measured; without it " if line.is_calibrating else "") + subject.sub("", line.known_by),
         }
-        for line in found.times
+        for line in probe.times
     ]
-    steps = sum(line.steps for line in found.times)
-    console.print(f"{found.model} on {hardware.name}: {steps} iterations timed", markup=False)
+    steps = sum(line.steps for line in probe.times)
+    console.print(f"{probe.model} on {hardware.name}: {steps} iterations timed", markup=False)
     _print_table(console, rows)
-    count = len(found.calibration.rows)
+    count = len(probe.calibration.rows)
     console.print(
-        f"answered by {found.calibration.artifact_id or 'the closed forms'}, calibrated by {count} measured "
-        f"row{'s' if count > 1 else ''}; load of the machine {found.load_average:.1f} on "
-        f"{found.device.environment.cpu_cores} cores",
+        f"answered by {probe.calibration.artifact_id or 'the closed forms'}, calibrated by {count} measured "
+        f"row{'s' if count > 1 else ''}; load of the machine {probe.load_average:.1f} on "
+        f"{probe.device.environment.cpu_cores} cores",
         markup=False,
     )
-    for text in found.left_out:
+    for text in probe.left_out:
         console.print(f"left out: {printable(text)}", markup=False)
 
 

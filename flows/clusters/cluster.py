@@ -1,4 +1,4 @@
-"""Which Dask cluster a campaign runs on: local workers, a scheduler that runs already, or jobs of Slurm."""
+"""The Dask cluster of a campaign: local workers, a running scheduler, or jobs of Slurm."""
 
 import contextlib
 import importlib.metadata
@@ -22,18 +22,14 @@ from distributed import Client, LocalCluster
 from precision_time.flows.clusters.device_claims import claim_devices
 from precision_time.flows.clusters.local_gpus import name_devices
 from precision_time.flows.clusters.settings import DASK_SETTINGS, SlurmOptions, is_address, is_local
-from precision_time.storage.errors import (
-    InputError,
-    NoWorkersError,
-    PrecisionTimeError,
-)
+from precision_time.storage.errors import InputError, NoWorkersError, PrecisionTimeError
 from precision_time.tasks.gangs.leases import install_gangs, lease_workers
 from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
 from precision_time.tasks.processes.rank_process import visible_devices
 
 __all__ = ["Client", "check_scratch", "open_cluster", "probe_cluster", "probe_worker"]
 
-#: How long a scheduler of the campaign's own may take to see its local workers.
+#: How long local workers may take to appear.
 LOCAL_WAIT_S = 120.0
 CONNECT_S = 30.0
 PROBE_S = 300.0
@@ -52,17 +48,16 @@ def open_cluster(
     """A client of a cluster of at least ``workers`` single-threaded workers, closed at the end of the block.
 
     ``device_type`` is ``cpu``, ``cuda``, or ``auto`` where the workers are not ours. ``cluster`` is ``local`` (CPU
-    workers of this machine), ``local-cuda`` (dask-cuda: each worker sees its own GPU first), ``auto`` (whichever fits
-    ``device_type``), ``slurm`` (batch jobs with the options ``slurm``), or the address of a scheduler whose workers run
-    already. Those that are started here listen on the loopback address only, Slurm's on the network. A local cluster
-    has its devices to itself. Raises ``InputError`` for a cluster that does not fit the device, lacks a package or is
-    set up otherwise, and for devices that another one measures on; ``NoWorkersError`` when fewer workers come within
-    ``wait_s`` seconds.
+    workers of this machine), ``local-cuda`` (dask-cuda: each worker sees its own GPU first), ``auto`` (whichever of
+    these fits ``device_type``), ``slurm`` (batch jobs with the options ``slurm``), or the address of a running
+    scheduler. A cluster started here listens on the loopback address only, Slurm's on the network. A local cluster
+    locks its devices. Raises ``InputError`` when the cluster does not fit the device, lacks a package or has unsuitable
+    settings, or when another cluster holds the devices; ``NoWorkersError`` when fewer workers appear within ``wait_s``.
     """
     settings = dict(DASK_SETTINGS) | {"logging.distributed": "critical"}
     settings |= {} if device_type == "cuda" else {"distributed.diagnostics.nvml": False}
-    with dask.config.set(settings), _environment_kept(), contextlib.ExitStack() as stack:
-        with _interrupts_held_back():
+    with dask.config.set(settings), _restored_environment(), contextlib.ExitStack() as stack:
+        with _blocked_interrupts():
             if is_address(cluster):
                 client = stack.enter_context(_connect(cluster))
             else:
@@ -82,8 +77,8 @@ def open_cluster(
 
 
 @contextlib.contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Dask puts what it wants of local workers into this process's environment too: one thread for all that follows."""
+def _restored_environment() -> Iterator[None]:
+    """Undo Dask's changes to the environment: it sets one thread for its local workers in this process as well."""
     before = dict(os.environ)
     try:
         yield
@@ -104,7 +99,7 @@ def _start_local(device_type: str, workers: int, cluster: str) -> Any:
         "threads_per_worker": 1,
         "host": "127.0.0.1",
         "dashboard_address": None,
-        # without this the scheduler still opens a fixed HTTP port, and a second campaign warns that it is taken
+        # Without it the scheduler opens a fixed HTTP port, and a second campaign warns that the port is taken.
         "scheduler_kwargs": {"dashboard_address": "127.0.0.1:0"},
         "silence_logs": "CRITICAL",
     }
@@ -119,18 +114,18 @@ def _start_local(device_type: str, workers: int, cluster: str) -> Any:
             expected="the extra gpu-cu12 or gpu-cu13",
             fix="pip install 'precision-time[gpu-cu12]'",
         ) from error
-    # The GPUs are those of CUDA_VISIBLE_DEVICES, else all. The worker itself must never touch their memory (a pool, a
-    # cache): all of it belongs to the rank it starts.
+    # The GPUs are those of CUDA_VISIBLE_DEVICES, else all. The worker itself must not use their memory (a pool, a
+    # cache): all of it is for the rank that it starts.
     return LocalCUDACluster(device_memory_limit=None, memory_limit=None, protocol="tcp", **options)
 
 
 def _start_slurm(device_type: str, workers: int, options: SlurmOptions | None) -> Any:
     if device_type == "cuda":
-        # Jobs that Slurm confines to one GPU each cannot see their peers' GPUs, which NCCL on one host needs.
+        # NCCL on one host needs to see its peers' GPUs, and Slurm confines each job to its own GPU.
         raise InputError(
             "cluster: slurm starts CPU workers only",
             got="device: cuda",
-            expected="one allocation with dask cuda worker in it, and its scheduler's address as cluster",
+            expected="one allocation that runs dask cuda worker, and its scheduler's address as cluster",
             fix="start from deploy/slurm/campaign.sbatch",
         )
     try:
@@ -143,24 +138,22 @@ def _start_slurm(device_type: str, workers: int, options: SlurmOptions | None) -
             fix="pip install 'precision-time[slurm]'",
         ) from error
     if shutil.which("sbatch") is None:
-        raise InputError(
-            "this machine has no Slurm", got="no command sbatch", expected="a host from which jobs are submitted"
-        )
+        raise InputError("this machine has no Slurm", got="no command sbatch", expected="a host that can submit jobs")
     options = options or SlurmOptions.model_validate({})
-    a_job = options.workers_per_job
+    per_job = options.workers_per_job
     return SLURMCluster(
-        # Workers come in whole jobs; "cores" are Dask's threads, of which a worker has one.
+        # Workers come in whole jobs; "cores" are Dask's threads, one per worker.
         n_workers=workers,
-        cores=a_job,
-        processes=a_job,
-        job_cpu=a_job * options.cpus,
-        memory=f"{a_job * _read_memory(options.memory)}B",
+        cores=per_job,
+        processes=per_job,
+        job_cpu=per_job * options.cpus,
+        memory=f"{per_job * _read_memory(options.memory)}B",
         walltime=options.walltime,
         queue=options.partition,
         account=options.account,
         interface=options.interface,
         job_name="precision-time",
-        # Without it each job would leave a slurm-<n>.out in the folder where the campaign was started.
+        # Without it each job leaves a slurm-<n>.out in the folder where the campaign was started.
         job_extra_directives=["--output=/dev/null", *options.directives],
         scheduler_options={"dashboard_address": "127.0.0.1:0"},
         silence_logs="CRITICAL",
@@ -179,7 +172,7 @@ def _connect(address: str) -> Client:
         return Client(address, timeout=CONNECT_S)
     except TypeError as error:  # Dask's answer to tls:// without certificates
         raise InputError(
-            "the cluster wants TLS and there is no certificate",
+            "the cluster requires TLS, and no certificate is set",
             got=f"{address}: {error}",
             expected="DASK_DISTRIBUTED__COMM__TLS__CA_FILE, CLIENT__CERT and CLIENT__KEY",
             fix="deploy/make_certificates.sh; see deploy/README.md",
@@ -198,7 +191,7 @@ def _await_workers(client: Client, workers: int, *, wait_s: float) -> None:
         client.wait_for_workers(workers, timeout=wait_s)
     except TimeoutError as error:
         raise NoWorkersError(
-            "the workers of the cluster did not come",
+            "too few workers of the cluster appeared",
             got=f"{len(client.scheduler_info(n_workers=-1)['workers'])} of {workers} within {wait_s:g} s",
             expected="a worker for every rank of the widest cell",
             fix="start more workers, wait longer (workers_timeout), or leave the wide cells out of gpus",
@@ -206,7 +199,7 @@ def _await_workers(client: Client, workers: int, *, wait_s: float) -> None:
 
 
 def _check_scheduler(client: Client) -> None:
-    """Refuse a scheduler that would run ranks again by itself, or cannot hold the leases."""
+    """Refuse a scheduler that would repeat ranks by itself, or that has another version of this package."""
     try:
         failures = client.run_on_scheduler(_read_allowed_failures)
         version = client.run_on_scheduler(_read_version)
@@ -216,7 +209,7 @@ def _check_scheduler(client: Client) -> None:
         raise _lacks_package("the scheduler", version)
     if failures:
         raise InputError(
-            "the scheduler would run the ranks of a dead worker again by itself",
+            "the scheduler would repeat the ranks of a dead worker by itself",
             got=f"distributed.scheduler.allowed-failures: {failures}",
             expected="0",
             fix="DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES=0 dask scheduler",
@@ -224,13 +217,14 @@ def _check_scheduler(client: Client) -> None:
 
 
 def _check_workers(client: Client, *, device_type: str) -> None:
-    """Refuse workers that run several ranks at once, share a GPU, or have another release of this package."""
-    known = client.scheduler_info(n_workers=-1)["workers"]
-    wide = sorted(address for address, worker in known.items() if worker["nthreads"] != 1)
-    if wide:
+    """Refuse workers that run several ranks at once, share a GPU, or have another version of this package."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    threaded = sorted(address for address, worker in workers.items() if worker["nthreads"] != 1)
+    if threaded:
+        more = f" and {len(threaded) - 1} more" if len(threaded) > 1 else ""
         raise InputError(
             "a worker of the cluster would run several ranks at once",
-            got=f"{known[wide[0]]['nthreads']} threads on {wide[0]}" + (f" and {len(wide) - 1} more" * (len(wide) > 1)),
+            got=f"{workers[threaded[0]]['nthreads']} threads on {threaded[0]}{more}",
             expected="workers of one thread",
             fix="dask worker --nthreads 1, or dask cuda worker",
         )
@@ -242,11 +236,11 @@ def _check_workers(client: Client, *, device_type: str) -> None:
 
 
 def _check_devices(client: Client) -> None:
-    """Refuse workers of one host that put the same GPU first: gangs side by side would share it."""
-    first: dict[tuple[str | None, str], str] = {}
+    """Refuse workers of one host that put the same GPU first: cells side by side would share it."""
+    workers_by_gpu: dict[tuple[str | None, str], str] = {}
     for address, visible in client.run(visible_devices).items():
-        own = (urlsplit(address).hostname, (visible or "").split(",")[0])
-        other = first.setdefault(own, address)
+        first_gpu = (urlsplit(address).hostname, (visible or "").split(",")[0])
+        other = workers_by_gpu.setdefault(first_gpu, address)
         if other != address:
             raise InputError(
                 "two workers of a host have no GPU of their own",
@@ -266,7 +260,7 @@ def _read_version() -> str:
 
 def _lacks_package(where: str, got: object) -> InputError:
     return InputError(
-        f"{where} does not have this release of {PACKAGE}",
+        f"{where} does not have this version of {PACKAGE}",
         got=got,
         expected=f"{PACKAGE} {_read_version()} wherever the scheduler and the workers run",
         fix="start them from the same environment as the campaign",
@@ -276,7 +270,7 @@ def _lacks_package(where: str, got: object) -> InputError:
 def probe_cluster(
     device: str, *, cluster: str, workers: int, slurm: dict[str, Any] | None = None, wait_s: float = LOCAL_WAIT_S
 ) -> ProbeReport:
-    """What a worker of a cluster that is not local runs on; it is opened for this and closed again.
+    """The hardware of a worker of a cluster that is not local; the cluster is opened for this and closed again.
 
     ``device`` is as in ``probe_device``, the others as in ``open_cluster``. Raises what that and ``probe_worker`` do.
     """
@@ -289,29 +283,29 @@ def probe_cluster(
 
 
 def probe_worker(client: Client, device: str, *, wait_s: float | None = None) -> ProbeReport:
-    """What a worker of ``client`` runs on, measured there on a lease of its own: a shared cluster may be busy.
+    """The hardware of a worker of ``client``, measured on a lease, because a shared cluster may be busy.
 
-    ``device`` is as in ``probe_device``; ``device_count`` becomes the ranks that the widest host of the cluster takes,
-    and all hosts are counted too. ``wait_s`` limits the wait for a free worker. Raises ``InputError`` when the device
-    is not there, and ``NoWorkersError`` when no worker becomes free in time.
+    ``device`` is as in ``probe_device``. ``device_count`` of the report is the most ranks that one host of the cluster
+    takes, and workers and hosts are counted. ``wait_s`` limits the wait for a free worker. Raises ``InputError`` when
+    the device does not exist, and ``NoWorkersError`` when no worker becomes free in time.
     """
     with lease_workers(client, 1, timeout_s=wait_s) as lease:
-        probed = client.submit(
+        probing = client.submit(
             probe_device, device, workers=list(lease.workers), allow_other_workers=False, pure=False, retries=0
         )
         try:
-            report: ProbeReport = probed.result(timeout=PROBE_S)
+            report: ProbeReport = probing.result(timeout=PROBE_S)
         except TimeoutError as error:
-            probed.cancel(force=True)
+            probing.cancel(force=True)
             raise PrecisionTimeError(
-                "the probe of a worker did not end", got=f"{PROBE_S:g} s", fix=f"look at {lease.workers[0]}"
+                "the probe of a worker did not end", got=f"{PROBE_S:g} s", fix=f"see the log of {lease.workers[0]}"
             ) from error
         lease.mark_clean()
     return _count_ranks(client, report)
 
 
 def _count_ranks(client: Client, report: ProbeReport) -> ProbeReport:
-    """``report`` with the ranks that the hosts of the cluster take: one a worker, and one a GPU."""
+    """``report`` with the ranks that the hosts of the cluster take: at most one per worker and one per GPU."""
     workers = Counter(urlsplit(address).hostname for address in client.scheduler_info(n_workers=-1)["workers"])
     gpus = report.device_count if report.environment.device_type == "cuda" else None
     ranks = [count if gpus is None else min(count, gpus) for count in workers.values()]
@@ -319,26 +313,25 @@ def _count_ranks(client: Client, report: ProbeReport) -> ProbeReport:
 
 
 def check_scratch(client: Client, folder: Path) -> None:
-    """Raise ``InputError`` unless every worker of ``client`` sees what this process writes to ``folder``."""
+    """Raise ``InputError`` unless every worker of ``client`` can read what this process writes to ``folder``."""
     mark = folder / "mark"
     text = uuid.uuid4().hex
     mark.write_text(text, encoding="utf-8")
-    blind = sorted(
-        address for address, seen in client.run(Path.read_text, mark, on_error="return").items() if seen != text
-    )
-    if blind:
+    answers = client.run(Path.read_text, mark, on_error="return")
+    unable = sorted(address for address, answer in answers.items() if answer != text)
+    if unable:
         raise InputError(
             "a worker does not see the scratch folder",
-            got=f"{folder} on {', '.join(blind[:5])}",
+            got=f"{folder} on {', '.join(unable[:5])}",
             expected="scratch: with a folder on a file system that all hosts share",
         )
 
 
 @contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach: a terminal sends it to all of them, and only the flow may act on it.
+def _blocked_interrupts() -> Iterator[None]:
+    """Start processes that ignore Ctrl-C: a terminal sends it to all of them, and only the flow may act on it.
 
-    The mask is inherited; a Ctrl-C during the block reaches this process at its end.
+    They inherit the signal mask; a Ctrl-C during the block reaches this process at the end of the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

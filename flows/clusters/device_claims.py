@@ -1,4 +1,4 @@
-"""Who measures on the devices of this machine: a lock a device, so that two clusters never share one by accident."""
+"""Locks on the devices of this machine, so that two clusters never measure on the same device by accident."""
 
 import contextlib
 import fcntl
@@ -16,39 +16,39 @@ from precision_time.storage.errors import InputError, StorageError
 
 __all__ = ["LOCKS_VARIABLE", "claim_devices"]
 
-#: Names the folder of the locks; ``off`` does without.
+#: The environment variable that names the folder of the locks; ``off`` switches them off.
 LOCKS_VARIABLE = "PRECISION_TIME_LOCKS"
 
 
 @contextlib.contextmanager
 def claim_devices(devices: Iterable[str], *, scheduler: str | None = None) -> Iterator[None]:
-    """Hold ``devices``, as ``name_devices`` calls them, for this process; the kernel frees those of the dead.
+    """Lock ``devices``, named as by ``name_devices``, for this process; the kernel frees the locks of dead processes.
 
-    ``scheduler`` is the address of a Dask scheduler that others may use instead, for as long as the devices are held.
-    Raises ``InputError`` that says who holds one of them, and ``StorageError`` where the locks cannot be written.
+    ``scheduler`` is the address of a Dask scheduler that others may use while the devices are locked. Raises
+    ``InputError`` that names the process that holds one of them, and ``StorageError`` where a lock cannot be written.
     """
     with contextlib.ExitStack() as stack:
         folder = _lock_folder()
         if folder is not None:
-            # In one order: of two that start at once, one gets all.
+            # In a fixed order: of two processes that start at once, one gets all its devices.
             for device in sorted(devices):
                 stack.enter_context(_claim(folder, device, scheduler=scheduler))
         yield
 
 
 def _lock_folder() -> Path | None:
-    chosen = os.environ.get(LOCKS_VARIABLE)
-    if chosen == "off":
+    configured = os.environ.get(LOCKS_VARIABLE)
+    if configured == "off":
         return None
-    # Not XDG_RUNTIME_DIR, which a service or a batch job does not have: all shells of a user must find the same one.
-    folder = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"precision-time-{os.getuid()}"
+    # Not XDG_RUNTIME_DIR: services and batch jobs have none, and all processes of a user must use the same folder.
+    folder = Path(configured) if configured else Path(tempfile.gettempdir()) / f"precision-time-{os.getuid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         owner = folder.lstat().st_uid
     except OSError as error:
         raise _unwritable(f"{folder}: {error.strerror}") from error
-    if not chosen and owner != os.getuid():
-        # Everybody may write beside it: another user could have laid links there.
+    if not configured and owner != os.getuid():
+        # Anyone may create files in the temporary folder: another user could have put links there.
         raise _unwritable(f"{folder} belongs to another user")
     return folder
 
@@ -68,7 +68,7 @@ def _claim(folder: Path, device: str, *, scheduler: str | None) -> Iterator[None
             lock.flush()
         except OSError as error:
             raise _unwritable(f"{path}: {error.strerror}") from error
-        # While it is still ours: whoever has it next finds nothing old in it.
+        # Emptied while the lock is held, so that its next holder finds nothing old in it.
         stack.callback(lock.truncate, 0)
         yield
 
@@ -77,8 +77,8 @@ def _unwritable(got: str) -> StorageError:
     return StorageError(
         "the locks of this machine's devices cannot be written",
         got=got,
-        expected="a folder of this user's own on a disk of this machine",
-        fix=f"name another one in {LOCKS_VARIABLE}",
+        expected="a folder of this user on a disk of this machine",
+        fix=f"name another folder in {LOCKS_VARIABLE}",
     )
 
 
@@ -90,7 +90,7 @@ def _read_holder(lock: TextIO) -> dict[str, Any]:
     try:
         lock.seek(0)
         holder = json.load(lock)
-    except ValueError:  # it has the lock, and is about to say so
+    except ValueError:  # its holder has not written to it yet
         return {}
     return holder if isinstance(holder, dict) else {}
 
@@ -99,8 +99,8 @@ def _held(device: str, holder: dict[str, Any]) -> InputError:
     scheduler = holder.get("scheduler")
     who = f"process {holder['pid']}: {str(holder.get('command'))[:160]}" if "pid" in holder else "another process"
     return InputError(
-        f"{'the CPU of this machine' if device == 'cpu' else device} is being measured on",
+        f"{'the CPU of this machine' if device == 'cpu' else device} is in use by another cluster",
         got=f"{who}; its scheduler: {scheduler}" if scheduler else who,
-        expected="one cluster at a time on a device: two would be in each other's timings",
-        fix=f"use its scheduler: --cluster {scheduler}" if scheduler else "wait for its end, or end it",
+        expected="one cluster at a time on a device: two would disturb each other's timings",
+        fix=f"use its scheduler: --cluster {scheduler}" if scheduler else "wait until it ends, or end it",
     )

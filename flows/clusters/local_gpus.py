@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs of this machine, as its driver lists them and ``CUDA_VISIBLE_DEVICES`` shows them; no torch needed."""
+"""The NVIDIA GPUs of this machine: those that its driver lists and ``CUDA_VISIBLE_DEVICES`` shows; without torch."""
 
 import os
 import re
@@ -11,29 +11,29 @@ LIST_S = 60.0
 
 
 def count_gpus() -> int:
-    """GPUs of the driver that are visible; 0 without a driver."""
-    known = _list_gpus()
-    return sum(_find(entry, known) is not None for entry in _visible(len(known)))
+    """The number of the driver's GPUs that are visible; 0 without a driver."""
+    names = _list_gpus()
+    return sum(_find(entry, names) is not None for entry in _visible(len(names)))
 
 
 def name_devices(device_type: str, *, count: int | None = None) -> tuple[str, ...]:
-    """The devices that a cluster of this machine uses: ``cpu``, or the first ``count`` GPUs that are visible, by UUID.
+    """The devices that a cluster of this machine uses: ``cpu``, or the UUIDs of the first ``count`` visible GPUs.
 
-    A GPU of which NVIDIA's tool tells no UUID goes by its entry in ``CUDA_VISIBLE_DEVICES``.
+    A GPU without a UUID in the list of ``nvidia-smi`` is named after its entry in ``CUDA_VISIBLE_DEVICES``.
     """
     if device_type != "cuda":
         return ("cpu",)
-    known = _list_gpus()
-    entries = _visible(len(known) or count or 1)[:count]
-    return tuple(_find(entry, known) or (f"GPU-{entry}" if entry.isdecimal() else entry) for entry in entries)
+    names = _list_gpus()
+    entries = _visible(len(names) or count or 1)[:count]
+    return tuple(_find(entry, names) or (f"GPU-{entry}" if entry.isdecimal() else entry) for entry in entries)
 
 
 def _list_gpus() -> list[str]:
-    """Each GPU in the driver's order, by its UUID or as ``GPU-PLACE``; none without a driver."""
-    found = shutil.which("nvidia-smi")
-    if found is None:
+    """The GPUs in the driver's order, each by its UUID or as ``GPU-PLACE``; none without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
         return []
-    listed = subprocess.run([found, "-L"], capture_output=True, text=True, check=False, timeout=LIST_S)
+    listed = subprocess.run([program, "-L"], capture_output=True, text=True, check=False, timeout=LIST_S)
     if listed.returncode:
         return []
     lines = re.findall(r"^GPU (\d+):(?:.*\(UUID: ([^)]+)\))?", listed.stdout, flags=re.MULTILINE)
@@ -47,10 +47,11 @@ def _visible(count: int) -> list[str]:
     return [entry for entry in entries if entry not in ("", "-1")]
 
 
-def _find(entry: str, known: list[str]) -> str | None:
+def _find(entry: str, names: list[str]) -> str | None:
+    """The GPU of ``names`` that an entry of ``CUDA_VISIBLE_DEVICES`` stands for."""
     if entry.isdecimal():
-        return known[int(entry)] if int(entry) < len(known) else None
-    if entry.startswith("MIG-") and known:
+        return names[int(entry)] if int(entry) < len(names) else None
+    if entry.startswith("MIG-") and names:
         return entry
-    # CUDA takes the beginning of a UUID for the whole.
-    return next((name for name in known if name.startswith(entry)), None)
+    # CUDA accepts the beginning of a UUID.
+    return next((name for name in names if name.startswith(entry)), None)

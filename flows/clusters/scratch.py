@@ -1,4 +1,4 @@
-"""The folder in which ranks leave their files: where it lies, that it goes, and that those of the killed go too."""
+"""The scratch folder for the files of running ranks: where it lies, and how it is removed, also after a kill."""
 
 import contextlib
 import fcntl
@@ -19,23 +19,23 @@ from precision_time.storage.errors import InputError, StorageError
 __all__ = ["find_scratch", "open_scratch"]
 
 PREFIX = "precision-time-scratch-"
-#: Names the host of the process that made the folder, and is locked for as long as that one lives.
+#: Names the host of the process that made the folder, and is locked while that process lives.
 OWNER = "owner.json"
-#: Where the lock tells nothing (another host, a folder that was never finished), what is older than this goes.
+#: Where the lock says nothing (another host, a folder without an owner), older folders than this are removed.
 STALE_S = 24 * 3600.0
 
 
 def find_scratch(*, data: str, scratch: str | None) -> Path:
     """The folder that all hosts share: ``scratch``, else a folder ``scratch`` beside a local ``data``.
 
-    Raises ``InputError`` that says what to set when the data are in an object store.
+    Raises ``InputError`` that says what to set when the data lie in an object store.
     """
     if scratch is not None:
         return Path(scratch).expanduser().absolute()
     parts = urlsplit(data)
     if parts.scheme and parts.scheme != "file":
         raise InputError(
-            "the ranks on other hosts need a folder that all of them see",
+            "ranks on several hosts need a folder that all hosts see",
             got=f"data: {data}, and no scratch",
             expected="scratch: with a folder on a shared file system",
         )
@@ -44,10 +44,10 @@ def find_scratch(*, data: str, scratch: str | None) -> Path:
 
 @contextlib.contextmanager
 def open_scratch(*, cluster: str, data: str, scratch: str | None = None) -> Iterator[Path]:
-    """A folder for the files of the ranks, removed at the end of the block; what killed campaigns left goes first.
+    """A folder for the files of the ranks, removed at the end of the block; those of killed campaigns go first.
 
-    A local cluster has it among the temporary files, unless ``scratch`` names a place; the others need one that all
-    hosts share: ``scratch``, else a folder of this name beside the data. Raises ``InputError`` when there is neither
+    A local cluster uses the temporary folder, unless ``scratch`` names another. Other clusters need a folder that all
+    hosts share: ``scratch``, else the folder of this name beside the data. Raises ``InputError`` when there is neither,
     and ``StorageError`` when it cannot be written.
     """
     if is_local(cluster) and scratch is None:
@@ -58,8 +58,8 @@ def open_scratch(*, cluster: str, data: str, scratch: str | None = None) -> Iter
         try:
             parent.mkdir(parents=True, exist_ok=True)
             _sweep(parent)
-            kept = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
-            folder = Path(stack.enter_context(kept))
+            temporary = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(temporary))
             stack.enter_context(_claim(folder))
         except OSError as error:
             raise StorageError(
@@ -69,19 +69,19 @@ def open_scratch(*, cluster: str, data: str, scratch: str | None = None) -> Iter
 
 
 def _claim(folder: Path) -> TextIO:
-    """Mark ``folder`` as ours until the file is closed; the kernel lets go of the lock however this process ends."""
+    """Lock ``folder`` until the file is closed; the kernel frees the lock however this process ends."""
     owner = (folder / OWNER).open("w", encoding="utf-8")
-    # A file system without locks leaves the folder to its age.
+    # On a file system without locks the folder's age decides.
     with contextlib.suppress(OSError):
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Written under the lock: whoever reads the host may trust what the lock says.
+        # Written under the lock, so a reader of the host's name can rely on the lock.
         json.dump({"host": socket.gethostname()}, owner)
         owner.flush()
     return owner
 
 
 def _sweep(parent: Path) -> None:
-    """Remove folders of campaigns that were killed; one that another user owns, or cannot be removed, stays."""
+    """Remove the folders of killed campaigns, except those of other users and those that cannot be removed."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             entry = folder.lstat()
@@ -89,14 +89,14 @@ def _sweep(parent: Path) -> None:
                 continue
             is_abandoned = _is_abandoned(folder)
             if is_abandoned is None:
-                # Each new cell changes it, and none may take longer than a day.
+                # Each new cell changes the folder, and no cell may take longer than a day.
                 is_abandoned = time.time() - entry.st_mtime > STALE_S
             if is_abandoned:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_abandoned(folder: Path) -> bool | None:
-    """Whether the process that made ``folder`` on this host is gone; None where that cannot be told."""
+    """Whether the process that made ``folder`` on this host is gone; None where that is unknown."""
     try:
         with (folder / OWNER).open("r+", encoding="utf-8") as owner:
             if json.load(owner)["host"] != socket.gethostname():

@@ -1,4 +1,4 @@
-"""The settings that say which cluster a campaign runs on, checked without Dask."""
+"""The settings that choose and configure the cluster of a campaign, checked without Dask."""
 
 import re
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ __all__ = ["CLUSTERS", "DASK_SETTINGS", "ClusterName", "SlurmOptions", "dask_env
 
 #: ``auto`` is ``local-cuda`` where a GPU is found or asked for, else ``local``.
 CLUSTERS = ("auto", "local", "local-cuda", "slurm")
-#: A worker that dies costs one attempt of one cell, decided by us: Dask must not run a rank again by itself, and a
-#: rank pinned to a worker that is gone must end with an error instead of pending for ever. A scheduler that runs
-#: already has its own of these: see deploy/README.md; the campaign checks them.
+#: A dead worker costs one attempt of one cell. Therefore Dask must not repeat a rank by itself, and a rank whose worker
+#: is gone must end with an error instead of waiting for ever. A running scheduler has its own settings, which the
+#: campaign checks: see deploy/README.md.
 DASK_SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
         "distributed.scheduler.allowed-failures": 0,
         "distributed.scheduler.no-workers-timeout": "30s",
         "distributed.comm.retry.count": 3,
-        # ranks are processes of their own with their own limit; Dask would pause or kill the worker by its own share
+        # Ranks are separate processes with their own limit; by these settings Dask would pause or kill their worker.
         "distributed.worker.memory.target": False,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.pause": False,
         "distributed.worker.memory.terminate": False,
-        # a worker that samples itself and ticks often takes 4 % of a core from the rank that it started
+        # A worker that profiles itself and ticks often takes 4 % of a core from its rank.
         "distributed.worker.profile.enabled": False,
         "distributed.admin.system-monitor.interval": "5s",
         "distributed.admin.tick.interval": "1s",
@@ -38,7 +38,7 @@ ADDRESS_EXPECTED = "tcp://host:port (or tls://) of a running Dask scheduler"
 
 
 def dask_environment() -> dict[str, str]:
-    """``DASK_SETTINGS`` as the environment of Dask's own commands."""
+    """``DASK_SETTINGS`` as environment variables for Dask's own commands."""
     return {
         "DASK_" + name.upper().replace("-", "_").replace(".", "__"): str(value) for name, value in DASK_SETTINGS.items()
     }
@@ -50,7 +50,7 @@ def is_address(cluster: str) -> bool:
 
 
 def is_local(cluster: str) -> bool:
-    """Whether the workers of ``cluster`` are processes of this machine that the campaign starts itself."""
+    """Whether the campaign itself starts the workers of ``cluster`` on this machine."""
     return cluster in ("auto", "local", "local-cuda")
 
 
@@ -68,7 +68,7 @@ def _check_cluster(value: object) -> object:
 
 
 def _check_directive(value: object) -> object:
-    # It becomes a line of a batch script: a second line in it would be a command.
+    # It becomes a line of a batch script, where a second line would be a command.
     if not isinstance(value, str) or not re.fullmatch(r"[\x21-\x7e]([\x20-\x7e]{0,198}[\x21-\x7e])?", value):
         raise InputError("not usable in a batch script", got=repr(value)[:80], expected="one line of plain text")
     return value
@@ -79,7 +79,7 @@ Line = Annotated[str, BeforeValidator(_check_directive)]
 
 
 class SlurmOptions(BaseModel):
-    """What the batch jobs of a campaign ask Slurm for; a job stands on one host and holds one or more workers."""
+    """What the batch jobs of a campaign request from Slurm; a job runs on one host and starts one or more workers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -88,17 +88,17 @@ class SlurmOptions(BaseModel):
     workers_per_job: int = Field(
         1,
         title="Workers per job",
-        description="Workers, and so ranks, of one job. The ranks of a cell that share a host must fit into one job: "
-        "Slurm may place each job on another host.",
+        description="Workers in one job, one per rank. The ranks of a cell that share a host must fit into one job, "
+        "because Slurm may place each job on another host.",
         ge=1,
         le=256,
         strict=True,
     )
     memory: Line = Field("8GB", title="Memory", description="Memory of one worker and its rank.")
-    walltime: Line = Field("01:00:00", title="Walltime", description="As in sbatch --time; the longest a worker lives.")
+    walltime: Line = Field("01:00:00", title="Walltime", description="As in sbatch --time: how long a worker may run.")
     cpus: int = Field(1, title="CPUs", description="Cores of one worker and its rank.", ge=1, le=1024, strict=True)
     interface: Line | None = Field(
-        None, title="Network interface", description="By which workers reach the scheduler, such as ib0."
+        None, title="Network interface", description="The interface by which workers reach the scheduler, such as ib0."
     )
     directives: tuple[Line, ...] = Field(
         (), title="Directives", description="More options of sbatch, such as --constraint=epyc.", max_length=50

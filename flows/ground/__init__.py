@@ -1,1 +1,1 @@
-"""What all flows use: settings files, Prefect settings and pages, plain errors, processes that end together."""
+"""What all flows use: settings files, Prefect's settings and pages, and runs that fail with a plain message."""

@@ -1,4 +1,4 @@
-"""Errors that a person can mend end a run with their own words; Prefect adds a traceback to all others."""
+"""Runs that fail with the message of our own errors alone; Prefect adds a traceback to any other error."""
 
 import functools
 from collections.abc import Callable
@@ -10,19 +10,18 @@ from precision_time.storage.errors import PrecisionTimeError
 
 __all__ = ["fail_plainly"]
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def fail_plainly(run: Callable[Given, Result]) -> Callable[Given, Result]:
-    """``run``, for a flow or a task, which ends Failed with the message of a ``PrecisionTimeError``.
+def fail_plainly(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """``run`` for a flow or a task, so that a ``PrecisionTimeError`` ends it Failed with the error's message.
 
-    Whoever calls the flow gets the error itself, as before; a task that is called returns the state, whose
-    ``result()`` raises it.
+    The caller of a flow still gets the error itself; a task returns its state, whose ``result()`` raises the error.
     """
 
     @functools.wraps(run)
-    def run_plainly(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def run_plainly(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
             return run(*args, **kwargs)
         except PrecisionTimeError as error:

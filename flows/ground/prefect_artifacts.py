@@ -1,4 +1,4 @@
-"""The Prefect artifacts of a run: tables, reports and bars that change as it goes on; keys stay the same over runs."""
+"""The Prefect artifacts of a run: tables, reports and progress bars that change while it runs, under stable keys."""
 
 import base64
 import json
@@ -16,25 +16,25 @@ from prefect.runtime import flow_run
 
 __all__ = ["LiveArtifact", "LiveTable", "ProgressArtifact", "embed_pictures", "publish_pages"]
 
-#: a page with more rows helps nobody, and Prefect bounds what it stores; the dataset holds everything
+#: A longer page is of no use, and Prefect limits what it stores; the dataset holds everything.
 TABLE_ROWS = 1000
-#: What a write waits for one under way, which may be waiting for an API that is away.
+#: How long a write waits for an earlier one, which may itself wait for an API that does not answer.
 WAIT_S = 10.0
-#: A page is read whole from the database with every look at a run: what is heavier stays in its file.
+#: Prefect reads a whole page from its database whenever a run is shown, so larger pictures stay in their files.
 MOST_PICTURE_BYTES = 60_000
 
 _PICTURE = re.compile(r"!\[([^\]]*)\]\(plots/([A-Za-z0-9._-]+)\)")
 _MEDIA_TYPES = {"png": "image/png", "svg": "image/svg+xml"}
-#: The pages render every text of a table as markdown.
+#: Prefect renders the text of a table as markdown.
 _MARKUP = str.maketrans({"\\": "\\\\", "`": "\\`", "*": "\\*", "[": "\\[", "<": "&lt;"})
 
 _log = logging.getLogger(__name__)
 
 
 class LiveArtifact:
-    """One artifact of this run: the first write that gets through creates it, those after it change it.
+    """One artifact of this run: the first write that succeeds creates it, later ones change it.
 
-    Several threads may write. An API that is away costs the page, never the run, and outside a run there is no page.
+    Several threads may write. If the API does not answer, only the page is lost. Outside a run there is no page.
     """
 
     def __init__(self, kind: Literal["markdown", "progress", "table"], key: str, *, description: str) -> None:
@@ -46,7 +46,7 @@ class LiveArtifact:
         self._lock = threading.Lock()
 
     def write(self, data: str | float, *, description: str | None = None) -> bool:
-        """Show ``data`` (JSON of a table, markdown, per cent) from now on; False when Prefect did not take it."""
+        """Show ``data`` (JSON of a table, markdown, per cent) from now on; False when Prefect did not accept it."""
         if self._flow_run_id is None:
             return False
         if not self._lock.acquire(timeout=WAIT_S):
@@ -74,7 +74,7 @@ class LiveArtifact:
             )
             self._id = client.create_artifact(created).id
             return
-        # Not client.update_artifact: it also sends all of the data as an event, which the server keeps for a week.
+        # Not client.update_artifact: it also sends all the data as an event, which the server keeps for a week.
         client.request(
             "PATCH",
             "/artifacts/{id}",
@@ -91,7 +91,7 @@ class LiveTable(LiveArtifact):
         self._subject = description
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]], *, description: str | None = None) -> bool:
-        """Show ``rows`` (heading -> value) from now on, the first thousand of them."""
+        """Show ``rows`` (heading -> value) from now on, at most the first thousand."""
         self._subject = description or self._subject
         cut = f" (the first {TABLE_ROWS} of {len(rows)} rows)" if len(rows) > TABLE_ROWS else ""
         shown = [{heading: _as_cell(value) for heading, value in row.items()} for row in rows[:TABLE_ROWS]]
@@ -99,13 +99,13 @@ class LiveTable(LiveArtifact):
 
 
 class ProgressArtifact(LiveArtifact):
-    """A bar on the page of the run."""
+    """A progress bar on the page of the run."""
 
     def __init__(self, key: str, *, description: str) -> None:
         super().__init__("progress", key, description=description)
 
     def update(self, fraction: float) -> None:
-        """Move the bar to ``fraction`` of its length; the first time shows it."""
+        """Move the bar to ``fraction`` of its length; the first call shows it."""
         self.write(round(100 * min(1.0, max(0.0, fraction)), 1))
 
 
@@ -123,7 +123,7 @@ def publish_pages(
     description: str,
     pictures: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the table under ``key`` and the report beside it; an API that is away costs the pages, not the run.
+    """Write the table under ``key`` and the report beside it; if the API does not answer, only the pages are lost.
 
     ``pictures`` are the files that the report shows as ``plots/<name>``.
     """
@@ -133,18 +133,18 @@ def publish_pages(
 
 
 def embed_pictures(report: str, pictures: Mapping[str, bytes]) -> str:
-    """``report`` with the pictures it shows as ``plots/<name>`` inside it: a page in Prefect has no files beside it.
+    """``report`` with its pictures ``plots/<name>`` embedded, because a page in Prefect has no files beside it.
 
-    Both of Prefect's user interfaces show an image whose address is ``data:image/...``. One that is missing or heavier
-    than 60 kB is named instead.
+    Both of Prefect's user interfaces show an image whose address is ``data:image/...``. A picture that is missing or
+    larger than 60 kB is named instead.
     """
 
     def embed(match: re.Match[str]) -> str:
-        shows, name = match.groups()
+        caption, name = match.groups()
         data = pictures.get(name)
-        kind = _MEDIA_TYPES.get(name.rpartition(".")[2])
-        if data is None or kind is None or len(data) > MOST_PICTURE_BYTES:
-            return f"({shows}: `plots/{name}` beside the stored report)"
-        return f"![{shows}](data:{kind};base64,{base64.b64encode(data).decode()})"
+        media_type = _MEDIA_TYPES.get(name.rpartition(".")[2])
+        if data is None or media_type is None or len(data) > MOST_PICTURE_BYTES:
+            return f"({caption}: `plots/{name}` beside the stored report)"
+        return f"![{caption}](data:{media_type};base64,{base64.b64encode(data).decode()})"
 
     return _PICTURE.sub(embed, report)

@@ -1,4 +1,4 @@
-"""Prefect as the command line wants it: quiet, without tracking, JSON results, and an API of its own if none is set."""
+"""Prefect as the commands need it: quiet, without tracking, JSON results, and a server of its own if none is set."""
 
 import contextlib
 import os
@@ -9,8 +9,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from typing import IO
-from urllib.parse import urlsplit, urlunsplit
 
+from precision_time.flows.ground.addresses import without_password
 from precision_time.storage.errors import InputError, PrecisionTimeError
 from precision_time.storage.filesystem import open_store
 from precision_time.tasks.process_ties import start_tied
@@ -22,17 +22,17 @@ DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-    # the newer pages ask a tracking service for its settings whatever the variables above say
+    # Prefect's newer pages contact a tracking service whatever the variables above say.
     "PREFECT_SERVER_UI_V2_ENABLED": "false",
-    # what a person must know is printed by the commands; the pages of a run still get its log
+    # The commands print what a person must know; the page of a run still gets its log.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
-    # the first start writes the database's tables, which takes longer than Prefect waits by default
+    # The first start creates the database's tables, which takes longer than Prefect waits by default.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
 }
-#: Tells Prefect's application that nothing will be added to it, so that it serves requests at once.
+#: Tells Prefect's application that it is complete, so that it serves requests at once.
 SERVER_ENVIRONMENT = {"PREFECT__SERVER_FINAL": "1"}
 _START_SECONDS = 180.0
 
@@ -45,10 +45,10 @@ def prepare_prefect() -> None:
 
 @contextlib.contextmanager
 def prefect_api() -> Iterator[None]:
-    """Run the block with a Prefect API: the configured one (``PREFECT_API_URL``, a profile), else one of our own.
+    """Run the block with a Prefect API: the configured one (``PREFECT_API_URL``, a profile), else a temporary server.
 
-    Our own is Prefect's temporary server on the loopback address with the database of ``PREFECT_HOME``; it ends with
-    this process however that ends. Raises ``InputError`` when the configured API does not answer, or refuses the login.
+    The temporary server listens on the loopback address, uses the database of ``PREFECT_HOME``, and ends with this
+    process however that ends. Raises ``InputError`` when the configured API does not answer or refuses the login.
     """
     prepare_prefect()
     from prefect.settings import PREFECT_API_URL
@@ -59,22 +59,22 @@ def prefect_api() -> Iterator[None]:
         if problem is not None:
             raise InputError(
                 "the Prefect API does not answer",
-                got=f"{_without_password(configured)}: {problem}",
+                got=f"{without_password(configured)}: {problem}",
                 expected="a running Prefect server",
-                fix="start it (prefect server start), or unset PREFECT_API_URL to do without",
+                fix="start it (prefect server start), or unset PREFECT_API_URL to do without a server",
             )
         refusal = _login_refusal()
         if refusal is not None:
-            given = "with the login of" if os.environ.get("PREFECT_API_AUTH_STRING") else "without"
+            attempt = "with the login of" if os.environ.get("PREFECT_API_AUTH_STRING") else "without"
             raise InputError(
                 "the Prefect API refuses the login",
-                got=f"{_without_password(configured)}: {refusal}, {given} PREFECT_API_AUTH_STRING",
+                got=f"{without_password(configured)}: {refusal}, {attempt} PREFECT_API_AUTH_STRING",
                 expected="the user and password that the server was started with",
                 fix="set PREFECT_API_AUTH_STRING=user:password",
             )
         yield
         return
-    # Nobody looks at the log of a server that ends with this process, and its last lines would come too late.
+    # The temporary server ends with this process, so a log sent to it would be lost, and its last lines come too late.
     home = os.environ.get("PREFECT_HOME") or "~/.prefect"
     open_store(home).check_writable()
     with _own_server() as url, _global_settings({"PREFECT_API_URL": url, "PREFECT_LOGGING_TO_API_ENABLED": "false"}):
@@ -83,7 +83,7 @@ def prefect_api() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _global_settings(variables: dict[str, str]) -> Iterator[None]:
-    """Prefect settings for every thread; ``temporary_settings`` would hold in this one and its copies only."""
+    """Prefect settings for every thread; ``temporary_settings`` would hold only in this thread and its copies."""
     from prefect.context import refresh_global_settings_context
 
     before = {name: os.environ.get(name) for name in variables}
@@ -100,11 +100,6 @@ def _global_settings(variables: dict[str, str]) -> Iterator[None]:
         refresh_global_settings_context()
 
 
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
 def _health_problem() -> Exception | None:
     from prefect.client.orchestration import get_client
 
@@ -113,7 +108,7 @@ def _health_problem() -> Exception | None:
 
 
 def _login_refusal() -> str | None:
-    """How the API refuses us, such as ``401 Unauthorized``; its health check asks nobody for a login."""
+    """How the API refuses the login, such as ``401 Unauthorized``; its health check needs no login."""
     import httpx
     from prefect.client.orchestration import get_client
 
@@ -166,7 +161,7 @@ def _start_server(log: IO[bytes]) -> tuple["subprocess.Popen[bytes]", str]:
 
 
 def server_command(port: int) -> list[str]:
-    """What runs Prefect's server on the loopback address, with ``SERVER_ENVIRONMENT`` beside the other variables."""
+    """The command of Prefect's server on the loopback address; its environment needs ``SERVER_ENVIRONMENT``."""
     application = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
     address = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
     return [sys.executable, "-m", "uvicorn", *application, *address]

@@ -24,13 +24,13 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 20
-#: values after aliases are followed: ten short lines of aliases can stand for billions
+#: Counted after aliases are expanded: ten short lines of aliases can stand for billions of values.
 MAX_VALUES = 100_000
 MAX_ALIASES = 1_000
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)([eE][-+]?[0-9]{1,3})?")
-#: what YAML 1.1 reads as a number to the base of 60: 12:30:00 becomes 45000
+#: What YAML 1.1 reads as a number to base 60: 12:30:00 becomes 45000.
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _CLOCK = re.compile(r"([0-9]{1,4}):([0-5][0-9]):([0-5][0-9](?:\.[0-9]+)?)")
 _UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
@@ -47,7 +47,7 @@ class Document:
     lines: Mapping[Location, int] = field(default_factory=dict)
 
     def place(self, location: Location) -> str:
-        """``file`` or ``file line 7`` for messages: the line of the key, else of what it stands in."""
+        """``file`` or ``file line 7`` for messages: the line of the key, else of the key around it."""
         for length in range(len(location), 0, -1):
             if location[:length] in self.lines:
                 return f"{self.name} line {self.lines[location[:length]]}"
@@ -55,7 +55,7 @@ class Document:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of a number, ``90s``, ``2m``, ``1h30m``, ``500ms`` or ``HH:MM:SS``.
+    """Seconds of a number or of a text: ``90s``, ``2m``, ``1h30m``, ``500ms`` or ``HH:MM:SS``.
 
     Raises ``InputError`` for anything else, a bool, a negative number and a number that is not finite.
     """
@@ -80,9 +80,9 @@ def parse_duration(value: object) -> float:
 def read_document(path: str | Path) -> Document:
     """The file at ``path``, read by its suffix: ``.yaml`` or ``.yml``, ``.toml``, ``.json``.
 
-    Words such as ``no`` and ``on`` stay text. Refused: duplicate keys, tags, a file over 1 MB, nesting past 20, and
-    an unquoted ``12:30:00``, which YAML would make a number and TOML a time of day. Raises ``InputError`` with the
-    line, or ``NotFoundError``.
+    Words such as ``no`` and ``on`` stay text. Refused are duplicate keys, tags, a file over 1 MB, more than 20 levels,
+    and an unquoted ``12:30:00``, which YAML reads as a number and TOML as a time of day. Raises ``InputError`` with
+    the line, or ``NotFoundError``.
     """
     path = Path(path)
     parse = _PARSERS.get(path.suffix.casefold())
@@ -108,7 +108,7 @@ def read_document(path: str | Path) -> Document:
 def build_model(model: type[ModelT], document: Document) -> ModelT:
     """The validated ``model``, or one ``InputError`` that lists every problem: place, key, got and expected.
 
-    An unknown key comes with the nearest key name.
+    For an unknown key it names the nearest key.
     """
     try:
         return model.model_validate(document.values)
@@ -141,7 +141,7 @@ def _too_deep(name: str) -> InputError:
 
 
 def _check_values(values: object, name: str) -> None:
-    """Depth, and the values that the formats know but settings do not: dates, times, infinities, giant integers."""
+    """Refuse too many levels, and values that no setting takes: dates, times, infinities, huge integers."""
     pending: list[tuple[object, int, str]] = [(values, 1, "")]
     while pending:
         value, depth, key = pending.pop()
@@ -182,7 +182,7 @@ def _parse_json(text: str, name: str) -> tuple[Any, dict[Location, int]]:
         return values
 
     def refuse_constant(constant: str) -> NoReturn:
-        raise InputError(f"{name} holds a value that is no JSON", got=constant, expected="a finite number")
+        raise InputError(f"{name} holds a value that JSON does not have", got=constant, expected="a finite number")
 
     try:
         values = json.loads(text, object_pairs_hook=refuse_duplicates, parse_constant=refuse_constant)
@@ -221,7 +221,7 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[Location, int]]:
 
 
 def _check_yaml_events(events: Iterator["yaml.Event"], name: str) -> None:
-    """Refuse before a tree is built: depth, aliases, tags, several documents. The event stream itself is flat."""
+    """Refuse too many levels or aliases, tags, and several documents before a tree is built from the flat events."""
     import yaml
 
     depth = aliases = documents = 0
@@ -241,7 +241,7 @@ def _check_yaml_events(events: Iterator["yaml.Event"], name: str) -> None:
 
 
 class _YamlReader:
-    """Turns composed YAML nodes into values by our own narrow rules, and remembers the line of each key."""
+    """Turns composed YAML nodes into values by our own strict rules, and keeps the line of each key."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -286,7 +286,7 @@ class _YamlReader:
             return int(text)
         if _SEXAGESIMAL.fullmatch(text):
             raise _unquoted_clock(f"{self.name} line {line}", text)
-        # A plain 010 is decimal to a person and octal to YAML 1.1: it stays text, and the field's own check speaks.
+        # A plain 010 is decimal to a person and octal in YAML 1.1: it stays text, which the field's own check refuses.
         if _DECIMAL.fullmatch(text) and not text.lstrip("+-").isdigit():
             return float(text)
         return text
@@ -350,7 +350,7 @@ def _known_keys(model: type[BaseModel], location: Location) -> list[str]:
     node: dict[str, Any] = schema
     for part in location:
         node = node["items"] if isinstance(part, int) else node["properties"][part]
-        # What may be left out is a choice of its own keys and of nothing.
+        # A key that may be left out is a choice between its model and null.
         node = next((choice for choice in node.get("anyOf", ()) if "$ref" in choice), node)
         while "$ref" in node:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]

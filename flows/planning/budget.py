@@ -1,4 +1,4 @@
-"""Budget: how long a run of a campaign may take, how many cells it may try, and how many may fail."""
+"""The limits of one run of a campaign: how long it may take, how many cells it may try, and how many may fail."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -12,8 +12,8 @@ __all__ = ["Budget"]
 class Budget:
     """Limits of one run; None is no limit.
 
-    Each is looked at before a cell starts: what is under way is finished, so a run may exceed ``max_hours`` by the
-    time limit of a cell.
+    They are checked before a cell starts. A cell under way is finished, so a run may exceed ``max_hours`` by the time
+    limit of a cell.
     """
 
     max_hours: float | None = None
@@ -26,9 +26,9 @@ class Budget:
         return cls(max_hours=spec.max_hours, max_cells=spec.max_cells, max_failures=spec.max_failures)
 
     def forbid_any(self, *, elapsed_s: float, failures: int) -> str:
-        """The limit, in words, that forbids to start anything; empty when none does.
+        """The limit, in words, that forbids any further attempt; empty when none does.
 
-        ``failures`` counts the cells whose last attempt in this run failed; what a device refuses is no failure.
+        ``failures`` counts the cells whose last attempt in this run failed; a refused cell is no failure.
         """
         if self.max_hours is not None and elapsed_s >= 3600 * self.max_hours:
             return f"max_hours {self.max_hours:g}"
@@ -37,5 +37,5 @@ class Budget:
         return ""
 
     def forbid_new(self, *, cells: int) -> str:
-        """The limit that forbids to start another cell when ``cells`` were tried; they may still be tried again."""
+        """The limit that forbids another cell once ``cells`` were tried; those may still be tried again."""
         return f"max_cells {self.max_cells}" if self.max_cells is not None and cells >= self.max_cells else ""

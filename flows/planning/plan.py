@@ -1,4 +1,4 @@
-"""The plan of a campaign: what can be refused before measuring is refused, and the grid gets its expected duration."""
+"""The plan of a campaign: every check that needs no measuring, the grid, and its expected duration."""
 
 import functools
 import json
@@ -8,10 +8,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from precision_time.flows.clusters.settings import SlurmOptions, is_local
-from precision_time.flows.planning.changes import check_unchanged, limits_of
+from precision_time.flows.planning.changed_settings import check_unchanged, limits_of
 from precision_time.flows.planning.order import order_cells
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.predictor.closed_form.solve import solve_closed_form
@@ -30,21 +30,24 @@ from precision_time.tasks.ranks.refusals import refuse_cell
 
 __all__ = ["CampaignPlan", "CellEstimate", "PlannedCell", "plan_campaign"]
 
-#: Bytes of one cell's files and of one of their rows: measured on written files, rounded up.
+#: Bytes of a cell's files without rows, and of one row: measured on written files, rounded up.
 CELL_BYTES = 32_000
 ROW_BYTES = 100
 IMPORT_SECONDS = 300
-#: What ``cells_at_once`` may say at most: each has a thread and a task of Prefect.
+#: The limit of ``cells_at_once``: each cell has a thread and a task in Prefect.
 MOST_AT_ONCE = 256
+
+
+CellState = Literal["recorded", "refused", "will be refused", "missing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCell:
     """A cell, its identity on this machine, whether the dataset has it, and the seconds it is expected to take.
 
-    ``place`` is its turn in the order of measuring. ``refusal`` is the outcome by which this very environment has
-    refused it before: it cannot come out differently, so it is not tried again. ``is_refusable`` says that it needs no
-    try to be refused; it then takes no time, and comes behind all others.
+    ``place`` is its turn in the order of measuring. ``refusal`` is the outcome by which the same environment refused it
+    before; it would do so again, so the cell is not tried again. ``is_refusable`` says that the cell is refused without
+    a try; it then takes no time and comes after all others.
     """
 
     cell: GridCell
@@ -56,8 +59,8 @@ class PlannedCell:
     is_refusable: bool = False
 
     @property
-    def state(self) -> str:
-        """``recorded``, ``refused``, ``will be refused`` or ``missing``."""
+    def state(self) -> CellState:
+        """Whether the cell is recorded, refused, refused without a try, or still to measure."""
         if self.is_recorded:
             return "recorded"
         if self.refusal is not None:
@@ -75,7 +78,7 @@ class CampaignPlan:
 
     @property
     def missing(self) -> list[PlannedCell]:
-        """The cells that the dataset does not have for this environment, in the order in which they are measured."""
+        """The cells still to measure in this environment, in the order of measuring."""
         missing = (planned for planned in self.cells if planned.state == "missing")
         return sorted(missing, key=lambda planned: planned.place)
 
@@ -86,7 +89,7 @@ class CampaignPlan:
 
     @property
     def cells_to_measure(self) -> int:
-        """How many of the missing cells this run has before it, limits of the run aside."""
+        """How many of the missing cells this run is to measure, apart from the limits of a run."""
         missing, recorded = 0, 0
         for planned in self.cells:
             missing += planned.state == "missing"
@@ -95,14 +98,14 @@ class CampaignPlan:
 
     @property
     def estimated_s(self) -> float:
-        """Seconds that this run is expected to take: an average of the missing cells where not all are measured."""
+        """Seconds that this run is expected to take; an adaptive budget counts as so many average missing cells."""
         missing = self.missing
         if not missing:
             return 0.0
         return sum(self.occupied_s(missing).values()) * self.cells_to_measure / len(missing)
 
     def occupied_s(self, cells: Sequence[PlannedCell]) -> dict[str, float]:
-        """By cell id, the seconds for which each of ``cells`` takes all of the cluster: its own, times its share."""
+        """By cell id, the seconds of each of ``cells`` times its share of the cluster."""
         at_once = self.at_once
 
         def share(cell: GridCell) -> float:
@@ -116,12 +119,12 @@ class CampaignPlan:
 
     @property
     def is_one_per_host(self) -> bool:
-        """Whether a cell has its hosts to itself, as on CPUs, where two would slow each other down."""
+        """Whether a cell has its hosts to itself, as on CPUs, where two cells would slow each other down."""
         return self.device.environment.device_type == "cpu" and self.spec.cells_at_once is None
 
     @property
     def at_once(self) -> int:
-        """Cells that run side by side: one a host on CPUs, on GPUs as many as there are GPUs for."""
+        """Cells that run side by side: one per host on CPUs, on GPUs as many as fit."""
         if self.spec.cells_at_once is not None:
             return self.spec.cells_at_once
         if self.is_one_per_host:
@@ -158,7 +161,7 @@ class CampaignPlan:
 
 @functools.cache
 def _probe_once(cluster: str, device: str, settings: str) -> ProbeReport:
-    """One probe a process: the command plans, and then the flow plans again."""
+    """Probe once in a process, because the command plans first and then the flow plans again."""
     if is_local(cluster):
         return probe_device({"local": "cpu", "local-cuda": "cuda"}.get(cluster, device))
     from precision_time.flows.clusters.cluster import probe_cluster
@@ -167,7 +170,7 @@ def _probe_once(cluster: str, device: str, settings: str) -> ProbeReport:
 
 
 def _describe_cluster(spec: CampaignSpec) -> str:
-    """What ``probe_cluster`` needs to know of a campaign, as text that a cache can hold."""
+    """The arguments of ``probe_cluster`` for a campaign, as text that a cache can hold."""
     workers = max(cell.world_size for cell in spec.cells())
     slurm = None if spec.slurm is None else spec.slurm.model_dump()
     return json.dumps({"workers": workers, "slurm": slurm, "wait_s": spec.workers_timeout})
@@ -176,9 +179,9 @@ def _describe_cluster(spec: CampaignSpec) -> str:
 def plan_campaign(spec: CampaignSpec, *, probe: Callable[[str], ProbeReport] | None = None) -> CampaignPlan:
     """The grid of ``spec`` on this machine, after every check that needs no measuring.
 
-    In this order: models and strategies fit each other, and cells the jobs of Slurm; the data folder takes files; the
-    device has the GPUs and the precisions; models of the user's own import, and CA-SGD has its CPU and MPI; what is
-    missing would be measured as what is recorded was. Raises ``StorageError`` and its kin, ``InputError`` or
+    The checks, in this order: models and strategies fit each other, and cells fit the jobs of Slurm; the data folder is
+    writable; the device has the GPUs and the precisions; the user's own models import; CA-SGD has a CPU and MPI; the
+    settings are those of the recorded cells. Raises ``StorageError`` and its subclasses, ``InputError`` or
     ``PrecisionUnsupportedError``.
     """
     cells = spec.cells()
@@ -217,7 +220,7 @@ def plan_campaign(spec: CampaignSpec, *, probe: Callable[[str], ProbeReport] | N
 
 
 def _find_refusals(dataset: TimingsDataset, *, missing: set[str]) -> dict[str, CellOutcome]:
-    """Outcomes by which the environment refused a missing cell: its id holds the environment, so they still hold."""
+    """Earlier refusals of missing cells; a cell's id includes its environment, so they still apply."""
     return {outcome.cell_id: outcome for outcome in dataset.outcomes(cells=missing) if outcome.status == "refused"}
 
 
@@ -227,18 +230,19 @@ def _required_bytes(spec: CampaignSpec, cells: Iterable[GridCell]) -> int:
 
 
 def _check_jobs(spec: CampaignSpec, cells: list[GridCell]) -> None:
-    """Refuse cells whose ranks of one host are more than the workers of a job: Slurm places each job anywhere."""
+    """Refuse cells with more ranks on a host than a job has workers: Slurm may place each job on another host."""
     if spec.cluster != "slurm":
         return
-    room = (spec.slurm or SlurmOptions.model_validate({})).workers_per_job
-    ranks = {cell.world_size: cell.world_size // cell.nodes for cell in cells}
-    too_wide = sorted(world_size for world_size, here in ranks.items() if here > room)
+    per_job = (spec.slurm or SlurmOptions.model_validate({})).workers_per_job
+    ranks_on_host = {cell.world_size: cell.world_size // cell.nodes for cell in cells}
+    too_wide = sorted(world_size for world_size, ranks in ranks_on_host.items() if ranks > per_job)
     if too_wide:
+        most = max(ranks_on_host.values())
         raise InputError(
             "a cell has more ranks on a host than a job of Slurm has workers",
-            got=f"gpus: {', '.join(map(str, too_wide))}; slurm.workers_per_job: {room}",
-            expected="the ranks of a host in one job, since Slurm may place each job on another host",
-            fix=f"slurm: {{workers_per_job: {max(ranks.values())}}}, or gpus_per_node: {room} to spread over hosts",
+            got=f"gpus: {', '.join(map(str, too_wide))}; slurm.workers_per_job: {per_job}",
+            expected="the ranks of a host in one job, because Slurm may place each job on another host",
+            fix=f"slurm: {{workers_per_job: {most}}}, or gpus_per_node: {per_job} to spread over hosts",
         )
 
 
@@ -247,7 +251,7 @@ def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -
     spread = sorted({cell.world_size for cell in cells if cell.nodes > 1})
     if spread and is_local(cluster):
         raise InputError(
-            "gpus_per_node spreads ranks over hosts, and the cluster is this one",
+            "gpus_per_node spreads ranks over several hosts, but the cluster is this machine",
             got=f"gpus: {', '.join(str(ranks) for ranks in spread)}; cluster: {cluster}",
             expected="a cluster of several hosts",
             fix="name one (cluster: tcp://host:port), or leave gpus_per_node out",
@@ -258,7 +262,7 @@ def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -
             "gpus_per_node spreads ranks over more hosts than the cluster has",
             got=", ".join(str(nodes) for nodes in scattered),
             expected=f"at most {device.host_count}",
-            fix="start workers on more hosts, or take the widest out of gpus",
+            fix="start workers on more hosts, or take the largest numbers out of gpus",
         )
     too_wide = sorted({cell.world_size for cell in cells if cell.world_size // cell.nodes > device.device_count})
     if too_wide:
@@ -269,15 +273,15 @@ def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -
             expected=f"at most {device.device_count}",
             fix="take them out of gpus, exclude them, or spread them over hosts with gpus_per_node",
         )
-    # CA-SGD brings its own arithmetic, whatever the kernels of PyTorch lack.
-    asked = {cell.precision for cell in cells if not is_glm(cell.model)}
-    lacking = sorted(asked & set(device.unsupported))
+    # CA-SGD has its own arithmetic and does not depend on PyTorch's kernels.
+    precisions = {cell.precision for cell in cells if not is_glm(cell.model)}
+    lacking = sorted(precisions & set(device.unsupported))
     if lacking:
         raise PrecisionUnsupportedError(
             f"{gpu} cannot run {'a precision' if len(lacking) == 1 else f'{len(lacking)} precisions'} of the campaign",
             got="; ".join(f"{name} ({device.unsupported[name]})" for name in lacking),
             expected=f"one that the device has: {', '.join(_supported(device))}",
-            fix="take it out of precisions, or exclude it; nothing is replaced silently",
+            fix="take it out of precisions, or exclude it; no precision is replaced silently",
         )
 
 
@@ -286,7 +290,7 @@ def _check_glm(cells: list[GridCell], device: ProbeReport) -> None:
         return
     if device.environment.device_type != "cpu":
         raise InputError(
-            "campaigns time CA-SGD on CPUs",
+            "campaigns measure CA-SGD on CPUs only",
             got=f"{cells[0].model} on {device.environment.gpu}",
             expected="device: cpu",
             fix="give these models a campaign file of their own with device: cpu",
@@ -301,15 +305,15 @@ def _supported(device: ProbeReport) -> list[str]:
 _IMPORT_FACTORY = """
 import importlib, sys
 module, name = sys.argv[1].split(":")
-found = getattr(importlib.import_module(module), name)
-if not callable(found):
+factory = getattr(importlib.import_module(module), name)
+if not callable(factory):
     raise TypeError(f"{name} is not callable")
 """
 
 
 @functools.cache
 def _check_factory(model: str) -> None:
-    """Import one of the user's own models in a process of its own: it may bring torch, and may fail in any way."""
+    """Import one of the user's own models in a separate process: it may load torch, and may fail in any way."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _IMPORT_FACTORY, model],
@@ -332,10 +336,10 @@ def _check_factory(model: str) -> None:
 
 
 class CellEstimate:
-    """Seconds of a cell: starting the ranks, then the planned iterations by the closed forms, or the cap."""
+    """Seconds of a cell: the start of its ranks, and its iterations by the closed forms, up to ``seconds_per_cell``."""
 
-    #: On an idle machine of 2 cores, all but the iterations took 3.3 to 4.0 s with one rank and 3.6 to 4.9 s with two,
-    #: nearly all of it imports: a fixed part, and a part for which ranks on one core wait in turn.
+    #: On an idle machine with 2 cores, everything but the iterations took 3.3 to 4.0 s with one rank and 3.6 to 4.9 s
+    #: with two, nearly all of it imports: a fixed part, and a part in which ranks on one core wait for each other.
     START_S = 2.5
     START_CORE_S = 2.0
 
@@ -356,7 +360,7 @@ class CellEstimate:
         return start_s + min(self.spec.seconds_per_cell, self._iterations(cell) * self._iteration_s(cell))
 
     def _iterations(self, cell: GridCell) -> int:
-        # With peers every measured iteration has a twin without communication.
+        # With several ranks every measured iteration has a twin without communication.
         twins = 2 if cell.world_size > 1 else 1
         return self.spec.warmup_steps + self.spec.measured_steps * twins
 
@@ -365,7 +369,7 @@ class CellEstimate:
         return math.inf if setup is None else solve_closed_form(setup).iteration_time_s
 
     def setup(self, cell: GridCell) -> TrainingSetup | None:
-        """What ``cell`` runs, as a predictor reads it; None for a model without a card."""
+        """The predictor's setup of ``cell``; None for a model without a card."""
         workload = self.workload_of(cell.model)
         if workload is None:
             return None

@@ -1,1 +1,1 @@
-"""Retraining, the nightly one and roll-back as Prefect flows, and what their forms ask."""
+"""Retraining, nightly retraining and roll-back as Prefect flows, with their settings."""

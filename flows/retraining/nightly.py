@@ -1,4 +1,4 @@
-"""nightly_retrain: what a schedule runs every night, also after nights on which nothing could run."""
+"""The flow nightly_retrain, which a schedule starts every night: it makes up for missed nights, and retrains."""
 
 from datetime import UTC, datetime
 
@@ -23,9 +23,9 @@ _DAY_S = 86_400
 
 
 class NightlyResult(BaseModel):
-    """What one night did: how missed runs were made up for, and the retraining; None where this run left it out.
+    """The result of one night: how it dealt with missed runs, and its retraining; None where it did none.
 
-    ``stale`` says in words how old the artifact in use is, where that is older than it may be.
+    ``stale`` says in words how old the artifact in use is, if it is too old.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -40,12 +40,12 @@ class NightlyResult(BaseModel):
 )
 @fail_plainly
 def nightly_retrain(spec: NightlySpec) -> NightlyResult:
-    """Retrain the predictor on what was measured since, publish it if it is not worse, and watch for drift.
+    """Retrain the predictor on new measurements, publish it if it is not worse, and watch for drift.
 
-    A run that was missed is made up for as ``catch_up`` says. Runs beside each other are safe: the second to publish
-    is judged against what the first has published. The run ends Completed whenever it could do its work, whether or
-    not something was published, and Failed when storage stays away; the champion then stays in use. An artifact that
-    is still in use after ``stale_after_days`` is told of by an event.
+    ``catch_up`` says how missed runs are made up for. Runs may overlap: the second one to publish is judged against the
+    version that the first one has published. The run ends Completed whenever it could do its work, whether or not it
+    published a version. It ends Failed when storage does not answer, and the champion stays in use. An artifact still
+    in use after ``stale_after_days`` raises an event.
     """
     catch_up = apply_catch_up(spec.catch_up)
     get_run_logger().info(catch_up.reason)
@@ -53,20 +53,20 @@ def nightly_retrain(spec: NightlySpec) -> NightlyResult:
         return NightlyResult(catch_up=catch_up, retraining=None)
     retraining = retrain_predictor(spec.retraining())
     result = NightlyResult(catch_up=catch_up, retraining=retraining, stale=_watch_age(spec))
-    # Not the retraining's own event: whoever retrains by hand once does not promise to do it every night.
+    # Not an event of the retraining itself: a retraining by hand must not start the watch for silent nights.
     announce("night-ended", name=spec.name, payload={"status": retraining.status, "reasons": retraining.reasons})
     return result
 
 
 def _watch_age(spec: NightlySpec) -> str | None:
-    """How old what is in use is, and an event, where that is older than it may be."""
+    """In words, how old the artifact in use is, and an event, if it is too old; None otherwise."""
     try:
         in_use = Registry(spec.registry).manifest(f"{spec.name}@{spec.alias}")
     except NotFoundError:
         in_use = None
     except PrecisionTimeError as error:
-        # The work of the night is done; whether it is stale can be said tomorrow.
-        get_run_logger().warning("the age of what is in use is not known: %s", error)
+        # The night's work is done; the age can be checked tomorrow.
+        get_run_logger().warning("the age of the artifact in use is not known: %s", error)
         return None
     since = _deployed_at() if in_use is None else _published_at(in_use)
     if since is None:
@@ -76,10 +76,10 @@ def _watch_age(spec: NightlySpec) -> str | None:
         return None
     named = f"{spec.name}@{spec.alias}" if in_use is None else in_use.artifact_id
     event = "was never published, and its retraining was set up" if in_use is None else "is in use and was published"
-    told = f"stale: {named} {event} {days:.1f} days ago, more than {spec.stale_after_days:g}"
-    get_run_logger().warning(told)
-    announce("stale", name=spec.name, payload={"summary": told, "named": named, "age_days": round(days, 2)})
-    return told
+    summary = f"stale: {named} {event} {days:.1f} days ago, more than {spec.stale_after_days:g}"
+    get_run_logger().warning(summary)
+    announce("stale", name=spec.name, payload={"summary": summary, "named": named, "age_days": round(days, 2)})
+    return summary
 
 
 def _published_at(manifest: ArtifactManifest) -> datetime | None:
@@ -91,7 +91,7 @@ def _published_at(manifest: ArtifactManifest) -> datetime | None:
 
 
 def _deployed_at() -> datetime | None:
-    """When the deployment of this run was made; None where it has none or the server does not say."""
+    """When the deployment of this run was created; None where it has none or the server does not say."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     if run is None or run.deployment_id is None:

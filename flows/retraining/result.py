@@ -1,4 +1,4 @@
-"""RetrainResult: what a retraining did, as its run returns it."""
+"""The result of a retraining, as its run returns it."""
 
 from typing import Any, Literal
 
@@ -12,10 +12,10 @@ RetrainStatus = Literal["published", "held back", "nothing new", "too little dat
 
 
 class RetrainResult(BaseModel):
-    """What a retraining did: ``artifact_id`` is the new version, or the champion that stays in use.
+    """The result of a retraining; ``artifact_id`` is the new version, or the champion that stays in use.
 
     ``accuracy`` maps split -> method -> metric, as fractions and seconds; ``left_out`` names damaged data.
-    ``decision`` holds the gate's numbers and ``drift`` those of the drift watch, None where there was nothing to judge.
+    ``decision`` holds the figures of the gate and ``drift`` those of the drift watch, None where there are none.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -1,4 +1,4 @@
-"""retrain_predictor: snapshot, drift watch, train, validate, gate, publish; it ends well also without a new version."""
+"""The flow retrain_predictor: read a snapshot, watch for drift, train, validate, judge, and publish what passes."""
 
 import functools
 import uuid
@@ -18,21 +18,22 @@ from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.storage.errors import InputError, PrecisionTimeError, StorageError, TooLittleDataError
 from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
+from precision_time.tasks.publishing.champion import PublishedState, find_published_state
 from precision_time.tasks.publishing.drift import DriftReport, watch_drift
 from precision_time.tasks.publishing.gate import GateDecision, judge_challenger
 from precision_time.tasks.publishing.plots import draw_retraining_plots, show_plots
 from precision_time.tasks.publishing.publish import publish_predictor
-from precision_time.tasks.publishing.publish_in_turn import Standing, find_standing, publish_in_turn
+from precision_time.tasks.publishing.publish_in_turn import publish_in_turn
 from precision_time.tasks.publishing.report import accuracy_rows, write_report
-from precision_time.tasks.publishing.retraining_memory import Notes
-from precision_time.tasks.publishing.train import Snapshot, fit_predictor, take_snapshot
+from precision_time.tasks.publishing.retraining_memory import RetrainingMemory
+from precision_time.tasks.publishing.snapshot import Snapshot, take_snapshot
 from precision_time.tasks.publishing.validate import Accuracy, Validation, validate_predictor
 
 __all__ = ["retrain_predictor", "run_retraining"]
 
 Result = TypeVar("Result")
 
-#: Runs that published while this one judged, after which it leaves the rest to the next night.
+#: How often a run judges again because another one has published meanwhile; the next night does the rest.
 MOST_ROUNDS = 3
 _EVENTS: dict[RetrainStatus, PredictorEvent] = {
     "published": "published", "held back": "held-back", "nothing new": "nothing-new",
@@ -40,8 +41,8 @@ _EVENTS: dict[RetrainStatus, PredictorEvent] = {
 }  # fmt: skip
 
 
-def _is_away(task: Any, task_run: Any, state: Any) -> bool:
-    """Whether a step failed because a store did not answer: anything else fails again in the same way."""
+def _is_storage_failure(task: Any, task_run: Any, state: Any) -> bool:
+    """Whether a step failed because a store did not answer: any other failure would only repeat itself."""
     return isinstance(state.result(raise_on_failure=False), StorageError)
 
 
@@ -49,14 +50,14 @@ def _is_away(task: Any, task_run: Any, state: Any) -> bool:
 @fail_plainly
 def run_step(step: Callable[[], object]) -> object:
     """Run one step; its objects stay in memory, neither hashed for a cache nor written as a result."""
-    # A function, not its arguments: Prefect goes through each object of an argument, of 10,000 rows for minutes.
+    # A function without arguments: Prefect walks through every object of an argument, minutes for 10,000 rows.
     return step()
 
 
-def _take(name: str, step: Callable[[], Result], *, patience: Mapping[str, Any] | None = None) -> Result:
-    """What ``step`` gives, as a task run ``name`` of Prefect; raises what it raises."""
-    taken: Any = run_step.with_options(name=name, **patience or {})(step)
-    result: Result = taken.result() if isinstance(taken, State) else taken
+def _run_as_task(name: str, step: Callable[[], Result], *, retry: Mapping[str, Any] | None = None) -> Result:
+    """The result of ``step``, run as Prefect's task ``name``; raises what ``step`` raises."""
+    outcome: Any = run_step.with_options(name=name, **retry or {})(step)
+    result: Result = outcome.result() if isinstance(outcome, State) else outcome
     return result
 
 
@@ -65,47 +66,49 @@ def _take(name: str, step: Callable[[], Result], *, patience: Mapping[str, Any] 
 def retrain_predictor(spec: RetrainSpec) -> RetrainResult:
     """Train on recorded timings, the public table or both, validate, and publish what passes the gate.
 
-    The run ends Completed with its reasons when the gate is not passed, no data is new or there is too little of it,
-    and Failed when storage does not answer after as many attempts as asked for; in all of these the champion stays.
+    The run ends Completed, with its reasons, also when the gate holds the predictor back, no data is new or there is
+    too little of it. It ends Failed when storage answers in none of the attempts. In all of these the champion stays.
     """
     logger = get_run_logger()
     progress = ProgressArtifact("retrain-progress", description="Retraining: snapshot, train, validate, publish")
 
-    snapshot = _take("snapshot", functools.partial(_read, spec), patience=_patience(spec))
+    snapshot = _run_as_task("snapshot", functools.partial(_take_snapshot, spec), retry=_retry_settings(spec))
     if isinstance(snapshot, TooLittleDataError):
         progress.update(1.0)
-        return _wait_for_data(spec, snapshot)
+        return _end_without_data(spec, snapshot)
     for path, reason in snapshot.problems:
         logger.warning("left out %s: %s", path, reason)
     progress.update(0.2)
 
-    standing = _look_up(spec, snapshot)
-    drift = _watch(spec, snapshot, standing)
-    if standing.unneeded is not None:
+    current = _find_current(spec, snapshot)
+    drift = _watch_drift(spec, snapshot, current)
+    if current.skip_reason is not None:
         progress.update(1.0)
-        accuracy = {} if standing.champion is None else standing.champion.manifest.accuracy
-        return _conclude(
-            spec, snapshot, "nothing new", standing, reasons=[standing.unneeded], accuracy=accuracy, drift=drift
+        accuracy = {} if current.champion is None else current.champion.manifest.accuracy
+        return _finish(
+            spec, snapshot, "nothing new", current, reasons=[current.skip_reason], accuracy=accuracy, drift=drift
         )
 
-    predictor = _take("train", functools.partial(fit_predictor, snapshot, seed=spec.seed))
+    fit = functools.partial(HierarchicalPredictor.fit, snapshot.training, seed=spec.seed)
+    predictor = _run_as_task("train", fit)
     progress.update(0.4)
-    validation = _take("validate", functools.partial(validate_predictor, snapshot, level=spec.level, seed=spec.seed))
+    validate = functools.partial(validate_predictor, snapshot, level=spec.level, seed=spec.seed)
+    validation = _run_as_task("validate", validate)
     progress.update(0.8)
     result = _judge_and_publish(
         spec,
         snapshot,
         predictor.with_intervals(validation.radii, level=spec.level).with_covariances(validation.covariances),
         validation,
-        standing=standing,
+        current=current,
         drift=drift,
     )
     progress.update(1.0)
     return result
 
 
-def _read(spec: RetrainSpec) -> Snapshot | TooLittleDataError:
-    """The snapshot; too little data is an answer and no failure of the step."""
+def _take_snapshot(spec: RetrainSpec) -> Snapshot | TooLittleDataError:
+    """The snapshot; too little data is a result here, not a failure of the step."""
     try:
         return take_snapshot(
             spec.data, public=spec.public, measurements=spec.measurements, holdout_models=spec.holdout_models
@@ -114,7 +117,7 @@ def _read(spec: RetrainSpec) -> Snapshot | TooLittleDataError:
         return error
 
 
-def _wait_for_data(spec: RetrainSpec, error: TooLittleDataError) -> RetrainResult:
+def _end_without_data(spec: RetrainSpec, error: TooLittleDataError) -> RetrainResult:
     get_run_logger().info(error.message)
     result = RetrainResult(
         status="too little data",
@@ -136,13 +139,13 @@ def _judge_and_publish(
     predictor: HierarchicalPredictor,
     validation: Validation,
     *,
-    standing: Standing,
+    current: PublishedState,
     drift: DriftReport | None,
 ) -> RetrainResult:
-    """The gate against the champion, and again against any other that a run beside this one publishes meanwhile."""
+    """Judge against the champion and publish; judge again when another run has published meanwhile."""
     token, pictures = uuid.uuid4().hex, _draw(validation, snapshot)
     for _ in range(MOST_ROUNDS):
-        decision = judge_challenger(snapshot, validation, champion=standing.champion, trained=standing.trained)
+        decision = judge_challenger(snapshot, validation, champion=current.champion, trained=current.trained)
         report = write_report(
             snapshot,
             validation,
@@ -152,34 +155,34 @@ def _judge_and_publish(
             drift=drift,
             pictures=show_plots(pictures),
         )
-        _show(spec, validation, decision, report=report, pictures=pictures)
-        conclude = functools.partial(
-            _conclude, spec, snapshot, accuracy=validation.accuracy, decision=decision, drift=drift
+        _show_pages(spec, validation, decision, report=report, pictures=pictures)
+        finish = functools.partial(
+            _finish, spec, snapshot, accuracy=validation.accuracy, decision=decision, drift=drift
         )
         if not decision.passed:
-            _leave_note(
+            _write_note(
                 functools.partial(
-                    _notes(spec).hold_back,
+                    _memory(spec).remember_held_back,
                     snapshot.sha256,
-                    champion=standing.champion,
+                    champion=current.champion,
                     settings_sha256=spec.settings_sha256,
                     reasons=decision.reasons,
                 )
             )
-            return conclude("held back", standing, reasons=decision.reasons)
+            return finish("held back", current, reasons=decision.reasons)
         manifest = _publish(
-            spec, snapshot, predictor, validation, report=report, plots=pictures, standing=standing, token=token
+            spec, snapshot, predictor, validation, report=report, plots=pictures, current=current, token=token
         )
         if manifest is not None:
-            return conclude("published", standing, reasons=decision.reasons, published=manifest)
-        get_run_logger().info("another run has published meanwhile: judging against the champion of now")
-        standing = _look_up(spec, snapshot)
-        if standing.unneeded is not None:
-            return conclude("nothing new", standing, reasons=[standing.unneeded])
-    return conclude(
+            return finish("published", current, reasons=decision.reasons, published=manifest)
+        get_run_logger().info("another run has published meanwhile: judging against the new champion")
+        current = _find_current(spec, snapshot)
+        if current.skip_reason is not None:
+            return finish("nothing new", current, reasons=[current.skip_reason])
+    return finish(
         "held back",
-        standing,
-        reasons=[f"{MOST_ROUNDS} other runs published while this one judged: the next one goes on"],
+        current,
+        reasons=[f"other runs published {MOST_ROUNDS} times while this one judged: the next run tries again"],
     )
 
 
@@ -191,7 +194,7 @@ def _publish(
     *,
     report: str,
     plots: Mapping[str, bytes],
-    standing: Standing,
+    current: PublishedState,
     token: str,
 ) -> ArtifactManifest | None:
     """The new version, or None where another run has moved the alias meanwhile."""
@@ -203,45 +206,41 @@ def _publish(
         report=report,
         registry=spec.registry,
         name=spec.name,
-        alias=None,
         holdout_models=spec.holdout_models,
         seed=spec.seed,
         plots=plots,
     )
+    in_turn = functools.partial(
+        publish_in_turn,
+        publish,
+        registry=spec.registry,
+        name=spec.name,
+        alias=spec.alias,
+        champion=current.champion,
+        sha256=snapshot.sha256,
+        token=token,
+    )
     try:
-        return _take(
-            "publish",
-            functools.partial(
-                publish_in_turn,
-                publish,
-                registry=spec.registry,
-                name=spec.name,
-                alias=spec.alias,
-                champion=standing.champion,
-                sha256=snapshot.sha256,
-                token=token,
-            ),
-            patience=_patience(spec),
-        )
+        return _run_as_task("publish", in_turn, retry=_retry_settings(spec))
     except StorageError as error:
-        in_use = "nothing is" if standing.champion is None else f"{standing.champion.manifest.artifact_id} stays"
+        in_use = "nothing is" if current.champion is None else f"{current.champion.manifest.artifact_id} stays"
         raise StorageError(
             f"the predictor passed the gate and was not published, {in_use} in use",
             got=f"{spec.publish_attempts} attempts: {error}",
             expected="a registry that can be written",
-            fix="mend the storage; the next retraining publishes",
+            fix="repair the storage; the next retraining publishes",
         ) from error
 
 
-def _patience(spec: RetrainSpec) -> dict[str, Any]:
-    """How a step that needs storage waits for it."""
-    waits = [spec.publish_wait_s * 2**attempt for attempt in range(spec.publish_attempts - 1)]
-    return {"retries": len(waits), "retry_delay_seconds": waits or None, "retry_condition_fn": _is_away}
+def _retry_settings(spec: RetrainSpec) -> dict[str, Any]:
+    """Prefect's options of a task that is tried again while storage does not answer."""
+    waits_s = [spec.publish_wait_s * 2**attempt for attempt in range(spec.publish_attempts - 1)]
+    return {"retries": len(waits_s), "retry_delay_seconds": waits_s or None, "retry_condition_fn": _is_storage_failure}
 
 
-def _look_up(spec: RetrainSpec, snapshot: Snapshot) -> Standing:
-    look_up = functools.partial(
-        find_standing,
+def _find_current(spec: RetrainSpec, snapshot: Snapshot) -> PublishedState:
+    find = functools.partial(
+        find_published_state,
         snapshot,
         registry=spec.registry,
         name=spec.name,
@@ -249,39 +248,39 @@ def _look_up(spec: RetrainSpec, snapshot: Snapshot) -> Standing:
         holdout_models=spec.holdout_models,
         settings_sha256=spec.settings_sha256,
     )
-    return _take("champion", look_up, patience=_patience(spec))
+    return _run_as_task("champion", find, retry=_retry_settings(spec))
 
 
-def _watch(spec: RetrainSpec, snapshot: Snapshot, standing: Standing) -> DriftReport | None:
-    """What was measured since the champion was trained, against its intervals.
+def _watch_drift(spec: RetrainSpec, snapshot: Snapshot, current: PublishedState) -> DriftReport | None:
+    """The measurements made since the champion was trained, compared with its intervals.
 
-    When it drifts an event says so, once for the same rows: they stay new every night until something is published.
+    A drift sends an event, once for the same rows: they stay new every night until something is published.
     """
-    champion = standing.champion
+    champion = current.champion
     if champion is None:
         return None
-    new = [seen for seen in snapshot.training if seen.measurement.cell_id not in standing.trained]
-    drift = _take("drift watch", functools.partial(watch_drift, new, champion=champion))
+    new = [row for row in snapshot.training if row.measurement.cell_id not in current.trained]
+    drift = _run_as_task("drift watch", functools.partial(watch_drift, new, champion=champion))
     LiveTable("predictor-drift", description=f"{spec.name}: {drift.summary}").write_rows(drift.table())
-    log, notes = get_run_logger(), _notes(spec)
-    told = functools.partial(notes.is_drift_told, new, champion=champion)
+    log, memory = get_run_logger(), _memory(spec)
+    has_reported = functools.partial(memory.has_reported_drift, new, champion=champion)
     if drift.verdict != "drifting":
         log.info(drift.summary)
-    elif _take("earlier drift", told, patience=_patience(spec)):
-        log.info("%s; told before of the same rows", drift.summary)
+    elif _run_as_task("earlier drift", has_reported, retry=_retry_settings(spec)):
+        log.info("%s; already reported for the same rows", drift.summary)
     else:
         log.warning(drift.summary)
         announce("drifting", name=spec.name, payload={"summary": drift.summary, "rows": drift.table()})
-        _leave_note(functools.partial(notes.tell_drift, new, champion=champion))
+        _write_note(functools.partial(memory.remember_drift, new, champion=champion))
     return drift
 
 
-def _notes(spec: RetrainSpec) -> Notes:
-    return Notes(spec.registry, name=spec.name, alias=spec.alias)
+def _memory(spec: RetrainSpec) -> RetrainingMemory:
+    return RetrainingMemory(spec.registry, name=spec.name, alias=spec.alias)
 
 
-def _leave_note(write: Callable[[], None]) -> None:
-    """A note that cannot be written costs the next run some work, and not this one its end."""
+def _write_note(write: Callable[[], None]) -> None:
+    """Write a note for the next run; if that fails, the next run repeats some work, and this one still ends well."""
     try:
         write()
     except PrecisionTimeError as error:
@@ -296,7 +295,7 @@ def _draw(validation: Validation, snapshot: Snapshot) -> dict[str, bytes]:
         return {}
 
 
-def _show(
+def _show_pages(
     spec: RetrainSpec,
     validation: Validation,
     decision: GateDecision,
@@ -320,11 +319,11 @@ def _show(
         ).write_rows(decision.table())
 
 
-def _conclude(
+def _finish(
     spec: RetrainSpec,
     snapshot: Snapshot,
     status: RetrainStatus,
-    standing: Standing,
+    current: PublishedState,
     *,
     reasons: Sequence[str],
     accuracy: Accuracy,
@@ -332,8 +331,9 @@ def _conclude(
     drift: DriftReport | None = None,
     published: ArtifactManifest | None = None,
 ) -> RetrainResult:
+    """Log how the retraining ended, announce it, and return it as a result."""
     logger = get_run_logger()
-    in_use = published or (standing.champion.manifest if standing.champion is not None else None)
+    in_use = published or (current.champion.manifest if current.champion is not None else None)
     result = RetrainResult(
         status=status,
         artifact_id=None if in_use is None else in_use.artifact_id,
@@ -354,13 +354,13 @@ def _conclude(
 
 
 def _announce(spec: RetrainSpec, result: RetrainResult) -> None:
-    told = result.model_dump(mode="json", include={"status", "artifact_id", "reasons", "rows", "decision"})
-    announce(_EVENTS[result.status], name=spec.name, payload=told)
+    payload = result.model_dump(mode="json", include={"status", "artifact_id", "reasons", "rows", "decision"})
+    announce(_EVENTS[result.status], name=spec.name, payload=payload)
 
 
 def run_retraining(spec: RetrainSpec) -> RetrainResult:
-    """Run the flow here. What makes it senseless (no data, an unknown model to hold out) is raised before it starts."""
+    """Run the flow here; no data, or an unknown model to hold out, raises before it starts."""
     Registry(spec.registry).names()
-    # Read once more inside the flow, where too little data is an answer: here it is an error, and leaves no run behind.
+    # The flow reads again, and there too little data is a result; here it is an error, and leaves no run behind.
     take_snapshot(spec.data, public=spec.public, measurements=spec.measurements, holdout_models=spec.holdout_models)
     return retrain_predictor(spec)

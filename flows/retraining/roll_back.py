@@ -1,4 +1,4 @@
-"""roll_back_predictor: puts an earlier version of a predictor into use again, from a form or a schedule."""
+"""The flow roll_back_predictor, which puts an earlier version of a predictor into use again."""
 
 from prefect import flow, get_run_logger
 from pydantic import BaseModel, ConfigDict
@@ -28,10 +28,10 @@ class RollBackResult(BaseModel):
 )
 @fail_plainly
 def roll_back_predictor(spec: RollBackSpec) -> RollBackResult:
-    """Point an alias at the version it pointed to before, or at a named one, and say from which to which.
+    """Point an alias at its previous version, or at the version given, and report both versions.
 
-    The version left behind stays in the registry; nightly retraining does not put it, or its like from the same data,
-    into use again. Fails for a version that is not there or not what was published.
+    The version taken out of use stays in the registry; nightly retraining neither puts it into use again nor trains the
+    same data again. Fails for a version that does not exist or is damaged.
     """
     shelf = Registry(spec.registry)
     _, before = shelf.resolve(f"{spec.name}@{spec.alias}")
@@ -43,12 +43,12 @@ def roll_back_predictor(spec: RollBackSpec) -> RollBackResult:
         shelf.set_alias(spec.name, spec.alias, after)
     result = RollBackResult(name=spec.name, alias=spec.alias, from_version=before, to_version=after)
     manifest = shelf.manifest(f"{spec.name}@{after}")
-    said = f"{spec.name}@{spec.alias} was version {before} and is version {after}"
-    get_run_logger().info(said)
+    summary = f"{spec.name}@{spec.alias} was version {before} and is version {after}"
+    get_run_logger().info(summary)
     page = (
-        f"# Roll back of {spec.name}\n\n{said}, which was published {manifest.created_at} "
+        f"# Roll back of {spec.name}\n\n{summary}, which was published {manifest.created_at} "
         f"and trained on {manifest.training_rows} rows.\n"
     )
-    LiveArtifact("markdown", "roll-back", description=said).write(page)
+    LiveArtifact("markdown", "roll-back", description=summary).write(page)
     announce("rolled-back", name=spec.name, payload=result.model_dump())
     return result

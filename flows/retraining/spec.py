@@ -1,4 +1,4 @@
-"""What a retraining, a nightly one and a roll back are told: checked values whose JSON schemas are Prefect's forms."""
+"""The settings of a retraining, a nightly retraining and a roll back; their JSON schemas are Prefect's forms."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ Name = Annotated[str, Field(title="Artifact", description="Name of the predictor
 
 
 class RetrainSpec(BaseModel):
-    """What a retraining reads, how it validates, and where it publishes."""
+    """The data that a retraining reads, how it validates, and where it publishes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, title="Retraining")
 
@@ -25,29 +25,36 @@ class RetrainSpec(BaseModel):
         str | None, Field(title="Data", description="URL or folder of the timings dataset.", min_length=1)
     ] = None
     public: Annotated[
-        bool, Field(title="Public table", description="Train on the measurements that come with the package too.")
+        bool, Field(title="Public table", description="Also train on the public measurements in the package.")
     ] = False
     measurements: Annotated[
         str | None,
-        Field(title="Measurements", description="CSV or Parquet file with the public table's columns.", min_length=1),
+        Field(
+            title="Measurements",
+            description="CSV or Parquet file with the public table's columns, to train on as well.",
+            min_length=1,
+        ),
     ] = None
     registry: Registry
     name: Name = "default"
-    alias: Annotated[str, Field(title="Alias", description="Moved to the new version after it is published.")] = (
-        "champion"
-    )
+    alias: Annotated[
+        str, Field(title="Alias", description="The alias that points to the new version once it is published.")
+    ] = "champion"
     holdout_models: Annotated[
-        tuple[str, ...], Field(title="Held-out models", description="Never trained on; reported as holdout.")
+        tuple[str, ...],
+        Field(title="Held-out models", description="Models that are never trained on; their accuracy is reported."),
     ] = ()
     level: Annotated[
-        float, Field(title="Interval level", description="Share of measurements inside.", ge=0.5, lt=1)
+        float,
+        Field(title="Interval level", description="Share of measurements that intervals are to contain.", ge=0.5, lt=1),
     ] = 0.9
-    seed: Annotated[int, Field(title="Seed", description="Decides folds and trees.", ge=0, le=2**31 - 1)] = 0
+    seed: Annotated[int, Field(title="Seed", description="Seed of folds and trees.", ge=0, le=2**31 - 1)] = 0
     publish_attempts: Annotated[
         int,
         Field(
             title="Attempts to publish",
-            description="Tries while the registry does not answer; then the run fails and the champion stays.",
+            description="Attempts while the registry does not answer; after the last one the run fails and the "
+            "champion stays.",
             ge=1,
             le=20,
         ),
@@ -56,7 +63,7 @@ class RetrainSpec(BaseModel):
         float,
         Field(
             title="Wait before the next attempt",
-            description="Seconds before the second attempt to publish; doubled before each further one.",
+            description="Seconds before the second attempt to publish; doubled before each further attempt.",
             ge=0,
             le=3600,
         ),
@@ -74,13 +81,13 @@ class RetrainSpec(BaseModel):
 
     @property
     def settings_sha256(self) -> str:
-        """The digest of all of it but how it waits for storage."""
-        told = self.model_dump(mode="json", exclude={"publish_attempts", "publish_wait_s"})
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        """The digest of all settings except how to wait for storage."""
+        settings = self.model_dump(mode="json", exclude={"publish_attempts", "publish_wait_s"})
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 class NightlySpec(RetrainSpec):
-    """A retraining that runs by itself: what it does with nights that were missed, and what it minds."""
+    """A retraining that runs on a schedule: what to do about missed nights, and when the predictor counts as stale."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, title="Nightly retraining")
 
@@ -88,16 +95,17 @@ class NightlySpec(RetrainSpec):
         Literal["none", "latest", "all"],
         Field(
             title="Catch up",
-            description="Runs that were due while nothing ran them: none does the next one only, latest does one of "
-            "them, all does each.",
+            description="Runs that were missed: latest makes up for all of them with one run, all with one run each, "
+            "none waits for the next scheduled run.",
         ),
     ] = "latest"
     stale_after_days: Annotated[
         float,
         Field(
             title="Stale after",
-            description="Days. A night that ends with an older artifact in use, or with none so long after the "
-            "deployment was made, sends an event, which the automation 'a predictor is stale' watches.",
+            description="Days. If the artifact in use is older at the end of a night, or there is still none so long "
+            "after the deployment was created, the run sends an event, which the automation 'a predictor is stale' "
+            "watches.",
             gt=0,
             le=36_500,
         ),
@@ -109,7 +117,7 @@ class NightlySpec(RetrainSpec):
 
 
 class RollBackSpec(BaseModel):
-    """Which alias is to point at an earlier version again."""
+    """The alias that is to point at an earlier version again."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, title="Roll back")
 
@@ -120,7 +128,7 @@ class RollBackSpec(BaseModel):
         int | None,
         Field(
             title="Version",
-            description="The version to point at; the one that was in use before by default.",
+            description="The version to put into use; by default the one in use before.",
             ge=1,
             strict=True,
         ),

@@ -1,1 +1,1 @@
-"""The product as services on one machine: `up`, `doctor`, Prefect's deployments and automations."""
+"""The product as services on one machine: `up`, `doctor`, and Prefect's deployments and automations."""

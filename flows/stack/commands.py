@@ -1,4 +1,4 @@
-"""The commands that run the product for others: ``up`` and ``doctor``; each imports its libraries when it runs."""
+"""The commands ``up`` and ``doctor``; each imports its libraries only when it runs."""
 
 import json
 from pathlib import Path
@@ -20,31 +20,41 @@ def up(
     cluster: Annotated[
         str,
         typer.Option(
-            help="Where campaigns measure: auto, local (CPU workers), local-cuda (one worker a GPU), tcp://host:port "
-            "of a Dask scheduler that runs already, or none: each campaign starts workers of its own."
+            help="Where campaigns measure: auto, local (CPU workers), local-cuda (one worker per GPU), tcp://host:port "
+            "of a running Dask scheduler, or none: each campaign then starts its own workers."
         ),
     ] = "auto",
     workers: Annotated[
-        int | None, typer.Option(help="CPU workers, so the most ranks of a cell; by default the cores, 2 to 8.", min=1)
+        int | None,
+        typer.Option(
+            help="Number of CPU workers, and so the most ranks of a cell; by default one per core, 2 to 8.", min=1
+        ),
     ] = None,
-    no_worker: Annotated[bool, typer.Option("--no-worker", help="Start no worker: runs wait for one.")] = False,
+    no_worker: Annotated[
+        bool, typer.Option("--no-worker", help="Start no Prefect worker: runs wait until one is started elsewhere.")
+    ] = False,
     nightly: Annotated[
-        str | None, typer.Option(help="Retrain by this cron line, such as '15 2 * * *'; 'off' switches it off.")
+        str | None,
+        typer.Option(help="Cron line of the nightly retraining, such as '15 2 * * *'; 'off' switches it off."),
     ] = None,
     timezone: Annotated[str, typer.Option(help="Time zone of --nightly, such as Europe/Berlin.")] = "UTC",
     stale_after: Annotated[
         float | None,
-        typer.Option(help="Days after which a champion is stale; else as it was, at first 30.", min=0.001, max=36500),
+        typer.Option(
+            help="Days after which the predictor in use counts as stale; unchanged by default, 30 at first.",
+            min=0.001,
+            max=36500,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring everything up on this machine: Prefect with its pages, the deployments, a worker, a Dask cluster.
+    """Run everything on this machine: Prefect's server and pages, the deployments, a worker, a Dask cluster.
 
-    It stays until Ctrl-C, which stops everything; all of it listens on 127.0.0.1 only. Without --nightly the nightly
-    retraining keeps the schedule that it has, at first one that is switched off.
+    It runs until Ctrl-C, which stops everything, and listens on 127.0.0.1 only. Without --nightly the nightly
+    retraining keeps its schedule, which is switched off at first.
     """
     from precision_time.flows.stack.deployments import NIGHTLY_CRON, Nightly
-    from precision_time.flows.stack.processes import adopt_environment
+    from precision_time.flows.stack.services import adopt_environment
     from precision_time.flows.stack.up import Addresses, UpSettings, stay_up
 
     folder = _find_home(home)
@@ -53,7 +63,7 @@ def up(
     if nightly is not None:
         is_on = nightly != "off"
         schedule = Nightly(cron=nightly if is_on else NIGHTLY_CRON, timezone=timezone, active=is_on)
-        schedule.schedule()
+        schedule.to_prefect()  # refuses a bad one before anything starts
 
     def announce(addresses: Addresses) -> None:
         if as_json:
@@ -74,25 +84,27 @@ def up(
 
 
 def doctor(
-    home: Annotated[str, typer.Option(help="Folder of precision-time up.", metavar="<path>")] = HOME,
+    home: Annotated[str, typer.Option(help="Home folder of precision-time up.", metavar="<path>")] = HOME,
     cluster: Annotated[
-        str | None, typer.Option(help="Scheduler to look at; else the one of up, or of the deployed campaign.")
+        str | None, typer.Option(help="Scheduler to check; by default that of up, or of the deployed campaign.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder or URL of the timings; else those in the home.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder or URL of the timings to check; by default those in the home folder.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check versions, Prefect, worker, deployments, Dask, GPUs, storage, login and encryption; each finding has a fix.
+    """Check versions, Prefect, worker, deployments, Dask, GPUs, storage, login and encryption; say how to fix problems.
 
-    Asks only PREFECT_API_URL or the server of --home, the scheduler, and the places of timings and registry. Ends
-    with 3 when there are problems; warnings do not count.
+    It contacts only the Prefect server (PREFECT_API_URL, else that of --home), the Dask scheduler, and the storage of
+    timings and registry. The exit code is 3 when there are problems; warnings do not count.
     """
-    from precision_time.flows.stack.doctor import Patient, examine
+    from precision_time.flows.stack.doctor import Installation, examine
     from precision_time.flows.stack.findings import describe_findings
 
-    findings = examine(Patient.find(_find_home(home), cluster=cluster, data=data))
-    is_well = all(found.level != "problem" for found in findings)
+    findings = examine(Installation.find(_find_home(home), cluster=cluster, data=data))
+    is_well = all(finding.level != "problem" for finding in findings)
     if as_json:
-        typer.echo(json.dumps({"ok": is_well, "findings": [found.to_dict() for found in findings]}, indent=2))
+        typer.echo(json.dumps({"ok": is_well, "findings": [finding.to_dict() for finding in findings]}, indent=2))
     else:
         typer.echo(describe_findings(findings))
     if not is_well:
@@ -103,6 +115,6 @@ def _find_home(text: str) -> Path:
     from precision_time.storage.errors import InputError
 
     if not text.strip():
-        # An empty path is the current folder, and more likely a variable that was not set.
-        raise InputError("no home for the stack", got="an empty --home", expected="a folder, such as ~/precision-time")
+        # An empty path would be the current folder; more likely a shell variable was not set.
+        raise InputError("no home folder is named", got="an empty --home", expected="a folder: ~/precision-time")
     return Path(text).expanduser().absolute()

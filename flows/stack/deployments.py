@@ -24,8 +24,8 @@ __all__ = ["POOL", "Nightly", "PlannedDeployment", "load_forms", "plan_deploymen
 POOL = "campaigns"
 TAGS = ("precision-time",)
 NIGHTLY_CRON = "15 2 * * *"
-#: Parameters that a person may set on the deployment's page, and that registering again leaves as they are.
-KEPT = ("stale_after_days",)
+#: Parameters that registering again keeps as a person has set them on the deployment's page.
+KEPT_PARAMETERS = ("stale_after_days",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Nightly:
     timezone: str = "UTC"
     active: bool = False
 
-    def schedule(self) -> "CronSchedule":
-        """As Prefect wants it; raises ``InputError`` for what is no cron line and no time zone."""
+    def to_prefect(self) -> "CronSchedule":
+        """Prefect's own schedule; raises ``InputError`` for a bad cron line or an unknown time zone."""
         from prefect.client.schemas.schedules import CronSchedule
 
         try:
@@ -52,7 +52,7 @@ class Nightly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDeployment:
-    """One deployment as the server is told of it; ``parameters`` are those of a Quick run, and prefill the form."""
+    """One deployment to register; ``parameters`` are those of a Quick run, and prefill the form of a Custom run."""
 
     flow_name: str
     name: str
@@ -62,7 +62,7 @@ class PlannedDeployment:
     job_variables: dict[str, Any]
     nightly: Nightly | None = None
     tags: tuple[str, ...] = TAGS
-    # Two campaigns at once would share the devices, two retrainings would race for the alias: the second one waits.
+    # Two campaigns at once would share the devices, two retrainings would race for the alias: the second run waits.
     concurrency_limit: int = 1
     collision_strategy: str = "ENQUEUE"
 
@@ -82,13 +82,13 @@ def plan_deployments(
 ) -> list[PlannedDeployment]:
     """The deployments for a worker whose data, registry and working directory lie in ``home`` (absolute).
 
-    Campaigns start with ``cluster`` and ``ranks`` in the form. ``stale_after_days`` is that of the nightly retraining;
-    None leaves what its deployment has, or else the form's own. Paths in the parameters are absolute: a run starts in a
-    folder of its worker, and a relative one would vanish with it.
+    The form of a campaign is prefilled with ``cluster`` and ``ranks``. ``stale_after_days`` belongs to the nightly
+    retraining; with None its deployment keeps its value, or takes the form's default. Paths in the parameters are
+    absolute: a run starts in its worker's temporary folder, where files at relative paths would be lost.
     """
     home = str(home)
     data, registry = f"{home}/precision-time-data", f"{home}/precision-time-registry"
-    # A run ends with its worker, and says so on its way out: SIGTERM is what Prefect reports as a crash.
+    # When its worker dies, a run gets SIGTERM, which Prefect reports as a crash.
     command = shlex.join(tied_command([sys.executable, "-m", "prefect.engine"], stop=signal.SIGTERM))
     job_variables = {"working_dir": home, "env": {"PRECISION_TIME_REGISTRY": registry}, "command": command}
     campaign = {
@@ -111,7 +111,7 @@ def plan_deployments(
             flow_name="profiling-campaign",
             name="profiling-campaign",
             entrypoint="precision_time.flows.campaigns.campaign.profiling_campaign",
-            description="Time real training runs over a grid of cells; a second run measures what is missing. "
+            description="Time real training runs over a grid of cells; run it again to measure what is missing. "
             "Quick run measures a small grid in a minute or two.",
             parameters={"spec": campaign},
             job_variables=job_variables,
@@ -128,8 +128,8 @@ def plan_deployments(
             flow_name="nightly-retrain",
             name="nightly-retrain",
             entrypoint="precision_time.flows.retraining.nightly.nightly_retrain",
-            description="Watch for drift, retrain on what is new, and publish only what is not worse than the "
-            "champion. Of several missed nights one run does the work.",
+            description="Watch for drift, retrain on new data, and publish a predictor that is not worse than the "
+            "champion. One run makes up for several missed nights.",
             parameters={"spec": {**retraining, "catch_up": "latest", **staleness}},
             nightly=nightly or Nightly(),
             job_variables=job_variables,
@@ -138,7 +138,7 @@ def plan_deployments(
             flow_name="roll-back",
             name="roll-back",
             entrypoint="precision_time.flows.retraining.roll_back.roll_back_predictor",
-            description="Point the alias of a predictor at the version before, or at one that is named.",
+            description="Point the alias of a predictor at its previous version, or at the version given.",
             parameters={"spec": {"registry": registry, "name": "default"}},
             job_variables=job_variables,
         ),
@@ -146,32 +146,34 @@ def plan_deployments(
 
 
 def load_forms(planned: list[PlannedDeployment]) -> dict[str, dict[str, Any]]:
-    """The schema of each flow's parameters by full name, which is the form of its runs; imports the flows."""
+    """By full name, the schema of each flow's parameters, from which Prefect makes its form; imports the flows."""
     from prefect.utilities.callables import parameter_schema
 
     forms = {}
-    for one in planned:
-        module, _, function = one.entrypoint.rpartition(".")
+    for deployment in planned:
+        module, _, function = deployment.entrypoint.rpartition(".")
         flow = getattr(import_module(module), function)
-        forms[one.full_name] = parameter_schema(flow).model_dump_for_openapi()
+        forms[deployment.full_name] = parameter_schema(flow).model_dump_for_openapi()
     return forms
 
 
 def register_deployments(
     planned: list[PlannedDeployment], forms: Mapping[str, dict[str, Any]], *, version: str, keep_schedules: bool = False
 ) -> dict[str, UUID]:
-    """Create or renew the work pool and the deployments on the configured server; returns their ids by full name.
+    """Create the work pool, create or update the deployments on the configured server; returns ids by full name.
 
-    ``forms`` are those of ``load_forms``. With ``keep_schedules`` a deployment that is there already keeps the
-    schedules it has, switched off ones too.
+    ``forms`` are those of ``load_forms``. With ``keep_schedules`` an existing deployment keeps its schedules, also
+    those that are switched off.
     """
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
         _make_pool(client)
         return {
-            one.full_name: _register(client, one, forms[one.full_name], version=version, keep=keep_schedules)
-            for one in planned
+            deployment.full_name: _register(
+                client, deployment, forms[deployment.full_name], version=version, keep_schedules=keep_schedules
+            )
+            for deployment in planned
         }
 
 
@@ -188,7 +190,7 @@ def _make_pool(client: "SyncPrefectClient") -> None:
 
 
 def _register(
-    client: "SyncPrefectClient", planned: PlannedDeployment, form: dict[str, Any], *, version: str, keep: bool
+    client: "SyncPrefectClient", planned: PlannedDeployment, form: dict[str, Any], *, version: str, keep_schedules: bool
 ) -> UUID:
     from prefect.client.schemas.objects import ConcurrencyOptions
 
@@ -199,10 +201,10 @@ def _register(
         entrypoint=planned.entrypoint,
         description=planned.description,
         tags=list(planned.tags),
-        parameters=_parameters(client, planned),
+        parameters=_merge_parameters(client, planned),
         parameter_openapi_schema=form,
         enforce_parameter_schema=True,
-        schedules=_schedules(client, planned, keep=keep),
+        schedules=_choose_schedules(client, planned, keep=keep_schedules),
         concurrency_limit=planned.concurrency_limit,
         concurrency_options=ConcurrencyOptions.model_validate({"collision_strategy": planned.collision_strategy}),
         work_pool_name=POOL,
@@ -211,35 +213,31 @@ def _register(
     )
 
 
-def _parameters(client: "SyncPrefectClient", planned: PlannedDeployment) -> dict[str, Any]:
-    """Those of the plan, and what a person has set on the deployment's page and the plan leaves open."""
+def _merge_parameters(client: "SyncPrefectClient", planned: PlannedDeployment) -> dict[str, Any]:
+    """The planned parameters, and those of ``KEPT_PARAMETERS`` that the server has and the plan leaves open."""
     from prefect.exceptions import ObjectNotFound
 
     try:
-        standing = client.read_deployment_by_name(planned.full_name).parameters.get("spec", {})
+        existing = client.read_deployment_by_name(planned.full_name).parameters.get("spec", {})
     except ObjectNotFound:
-        standing = {}
-    kept = {name: standing[name] for name in KEPT if name in standing}
+        existing = {}
+    kept = {name: existing[name] for name in KEPT_PARAMETERS if name in existing}
     return {"spec": kept | planned.parameters["spec"]}
 
 
-def _schedules(
+def _choose_schedules(
     client: "SyncPrefectClient", planned: PlannedDeployment, *, keep: bool
 ) -> "list[DeploymentScheduleCreate]":
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.exceptions import ObjectNotFound
 
     if keep:
+        names = ("schedule", "active", "max_scheduled_runs", "parameters", "slug")
         try:
-            found = client.read_deployment_by_name(planned.full_name).schedules
-            return [DeploymentScheduleCreate(**_kept(schedule)) for schedule in found]
+            existing = client.read_deployment_by_name(planned.full_name).schedules
+            return [DeploymentScheduleCreate(**{name: getattr(entry, name) for name in names}) for entry in existing]
         except ObjectNotFound:
             pass
     if planned.nightly is None:
         return []
-    return [DeploymentScheduleCreate(schedule=planned.nightly.schedule(), active=planned.nightly.active)]
-
-
-def _kept(schedule: Any) -> Mapping[str, Any]:
-    names = ("schedule", "active", "max_scheduled_runs", "parameters", "slug")
-    return {name: getattr(schedule, name) for name in names}
+    return [DeploymentScheduleCreate(schedule=planned.nightly.to_prefect(), active=planned.nightly.active)]

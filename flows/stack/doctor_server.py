@@ -1,4 +1,4 @@
-"""What the doctor asks Prefect's server: does it answer, who may ask, who works for it, and what is deployed."""
+"""What the doctor checks of Prefect's server: its answer, login and version, its work pool and its deployments."""
 
 import base64
 import json
@@ -6,10 +6,11 @@ import urllib.error
 import urllib.request
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
+from precision_time.flows.ground.addresses import is_loopback, without_password
 from precision_time.flows.stack.deployments import POOL, plan_deployments
-from precision_time.flows.stack.findings import Finding, fine, is_loopback, problem, warning
+from precision_time.flows.stack.findings import Finding, fine, problem, warning
 
 __all__ = ["examine_server"]
 
@@ -17,26 +18,24 @@ ANSWER_S = 5.0
 
 
 def examine_server(api: str | None, *, login: str | None) -> tuple[list[Finding], str | None]:
-    """The findings about the server at ``api``, and the cluster that its campaigns are started with, where known."""
+    """The findings about the server at ``api``, and the cluster in its deployed campaign, where known."""
     if api is None:
-        return [fine("prefect", "no server is set, so each campaign starts one of its own")], None
-    shown = _without_password(api)
+        return [fine("prefect", "no server is set, so each campaign starts its own")], None
+    shown = without_password(api)
     findings = _examine_transport(api, shown, login)
     if urlsplit(api).scheme not in ("http", "https"):
         fix = "write it as http://host:4200/api"
-        return [problem("prefect", "PREFECT_API_URL is no address of a server", evidence=shown, fix=fix)], None
+        return [problem("prefect", "PREFECT_API_URL is not the address of a server", evidence=shown, fix=fix)], None
     try:
         _ask(api, "/health", login=None)
     except urllib.error.HTTPError as error:
-        fix = "PREFECT_API_URL ends with /api" if error.code == 404 else "see the log of the server"
-        what = "what answers there is not Prefect's API" if error.code == 404 else "the server is not well"
+        fix = "end PREFECT_API_URL with /api" if error.code == 404 else "see the server's log"
+        what = "the address answers, but is not Prefect's API" if error.code == 404 else "the server reports an error"
         return [*findings, problem("prefect", what, evidence=f"{shown}: {error}", fix=fix)], None
     except urllib.error.URLError as error:
-        fix = "precision-time up, or unset PREFECT_API_URL to do without"
-        return [
-            *findings,
-            problem("prefect", "the server does not answer", evidence=f"{shown}: {error}", fix=fix),
-        ], None
+        fix = "start precision-time up, or unset PREFECT_API_URL to do without a server"
+        findings.append(problem("prefect", "the server does not answer", evidence=f"{shown}: {error}", fix=fix))
+        return findings, None
     refusal = _refusal(api, login)
     findings.append(_examine_login(api, refusal, login))
     if refusal is not None:
@@ -72,24 +71,23 @@ def _examine_transport(api: str, shown: str, login: str | None) -> list[Finding]
     if is_loopback(api) or urlsplit(api).scheme == "https":
         return []
     fix = "put TLS in front of it, and set PREFECT_API_URL=https://..."
-    what = "the login goes over the network in clear" if login else "everything goes over the network in clear"
+    what = "the login crosses the network unencrypted" if login else "everything crosses the network unencrypted"
     return [problem("tls", what, evidence=shown, fix=fix)]
 
 
 def _examine_login(api: str, refusal: str | None, login: str | None) -> Finding:
     if refusal is not None:
-        what = "the server refuses the login" if login else "the server asks for a login"
-        return problem(
-            "auth", what, evidence=refusal, fix="set PREFECT_API_AUTH_STRING=user:password as the server has it"
-        )
+        what = "the server refuses the login" if login else "the server requires a login"
+        fix = "set PREFECT_API_AUTH_STRING=user:password to the server's login"
+        return problem("auth", what, evidence=refusal, fix=fix)
     if _refusal(api, None) is not None:
-        return fine("auth", "the server asks for the login that is set")
+        return fine("auth", "the server requires a login, and accepts the one that is set")
     if is_loopback(api):
-        return fine("auth", "no login, and the server is reached from this machine only by this address")
+        return fine("auth", "the server requires no login; its address can be reached from this machine only")
     return problem(
         "auth",
-        "whoever reaches the server may start runs",
-        evidence=f"{_without_password(api)} answers without a login",
+        "anyone who reaches the server can start runs",
+        evidence=f"{without_password(api)} answers without a login",
         fix="start it with PREFECT_SERVER_API_AUTH_STRING=user:password",
     )
 
@@ -97,10 +95,10 @@ def _examine_login(api: str, refusal: str | None, login: str | None) -> Finding:
 def _examine_version(theirs: str, shown: str) -> Finding:
     ours = version("prefect")
     if theirs == ours:
-        return fine("prefect", f"the server answers and is {theirs}, as here", shown)
+        return fine("prefect", f"the server answers; its version is {theirs}, as here", shown)
     return warning(
         "prefect",
-        "the server is another release than the library here",
+        "the server has another version than the library here",
         evidence=f"server {theirs}, here {ours}",
         fix=f"pip install prefect=={theirs}, or bring the server to {ours}",
     )
@@ -115,12 +113,13 @@ def _examine_pool(api: str, login: str | None) -> list[Finding]:
         fix = f"precision-time up, or prefect work-pool create --type process {POOL}"
         return [problem("pool", f"there is no work pool {POOL}", fix=fix)]
     workers = _ask(api, f"/work_pools/{POOL}/workers/filter", login=login, body={})
-    online = [one["name"] for one in workers if one["status"] == "ONLINE"]
+    online = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
     findings = [fine("worker", f"{len(online)} online in the pool {POOL}", ", ".join(online[:5]))]
     if not online:
-        seen = max((one["last_heartbeat_time"] or "" for one in workers), default="") or "none was ever there"
+        last_seen = max((worker["last_heartbeat_time"] or "" for worker in workers), default="") or "never"
         fix = f"precision-time up, or prefect worker start --pool {POOL} on the machine with the devices"
-        findings = [problem("worker", "no worker is online, so runs wait", evidence=f"last seen: {seen}", fix=fix)]
+        evidence = f"last seen: {last_seen}"
+        findings = [problem("worker", "no worker is online, so runs wait", evidence=evidence, fix=fix)]
     if pool["is_paused"]:
         fix = f"prefect work-pool resume {POOL}"
         findings.append(problem("pool", f"the pool {POOL} is paused, so runs wait", fix=fix))
@@ -129,29 +128,26 @@ def _examine_pool(api: str, login: str | None) -> list[Finding]:
 
 def _examine_deployments(api: str, login: str | None) -> tuple[list[Finding], str | None]:
     ours, cluster = version("precision-time"), None
-    missing, old, there = [], [], []
+    missing, outdated, registered = [], [], []
     for planned in plan_deployments("/"):
         try:
-            found = _ask(api, f"/deployments/name/{planned.full_name}", login=login)
+            deployment = _ask(api, f"/deployments/name/{planned.full_name}", login=login)
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 raise
             missing.append(planned.full_name)
             continue
-        there.append(planned.name)
-        if found["entrypoint"] != planned.entrypoint or (found["version"] or ours) != ours:
-            old.append(f"{planned.name} {found['version']} at {found['entrypoint']}")
-        cluster = (found["parameters"].get("spec") or {}).get("cluster", cluster)
+        registered.append(planned.name)
+        if deployment["entrypoint"] != planned.entrypoint or (deployment["version"] or ours) != ours:
+            outdated.append(f"{planned.name} {deployment['version']} at {deployment['entrypoint']}")
+        cluster = (deployment["parameters"].get("spec") or {}).get("cluster", cluster)
     fix = "precision-time up, or prefect deploy --all --prefect-file deploy/prefect.yaml"
-    findings = [fine("deployments", f"{len(there)} are there", ", ".join(there))] if there and not old else []
+    findings = []
+    if registered and not outdated:
+        findings.append(fine("deployments", f"{len(registered)} are registered", ", ".join(registered)))
     if missing:
-        findings.append(problem("deployments", "some are missing", evidence=", ".join(missing), fix=fix))
-    if old:
-        what = f"some are of another release than {ours}"
-        findings.append(problem("deployments", what, evidence="; ".join(old), fix=fix))
+        findings.append(problem("deployments", "some are not registered", evidence=", ".join(missing), fix=fix))
+    if outdated:
+        what = f"some belong to another version than {ours}"
+        findings.append(problem("deployments", what, evidence="; ".join(outdated), fix=fix))
     return findings, cluster
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

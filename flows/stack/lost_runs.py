@@ -1,4 +1,4 @@
-"""Runs whose process is gone without a word: set to Crashed, so that they neither look alive nor hold a slot."""
+"""Runs whose process is gone without reporting an end: set to Crashed, so that they free their slot in Prefect."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 __all__ = ["end_lost_runs"]
 
-#: What a run that was told to end may take to say so itself.
-LAST_WORD_S = 20.0
+#: How long a run that was told to end may take to report its end itself.
+ENDING_S = 20.0
 
 
 def end_lost_runs(reason: str) -> list[str]:
-    """End the runs of the pool that count as under way and have no process on this machine; returns their names.
+    """End the pool's runs that Prefect shows as under way but that have no process here; returns their names.
 
-    Those whose process is just ending are waited for: they report their end themselves. A run that was being
-    cancelled becomes Cancelled, the others Crashed with ``reason``.
+    Processes that are just ending are waited for, because they report their end themselves. A run that was being
+    cancelled becomes Cancelled, the others become Crashed with ``reason``.
     """
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
-        deadline = time.monotonic() + LAST_WORD_S
+        deadline = time.monotonic() + ENDING_S
         while any(_has_process(run) for run in _under_way(client)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [run.name for run in _under_way(client) if not _has_process(run) and _end(client, run, reason)]
@@ -48,7 +48,7 @@ def _under_way(client: "SyncPrefectClient") -> "list[FlowRun]":
 
 
 def _has_process(run: "FlowRun") -> bool:
-    """Whether the process that the worker noted for ``run`` lives and still runs it."""
+    """Whether the process that the worker started for ``run`` is alive and still a run's process."""
     import psutil
 
     pid = (run.infrastructure_pid or "").rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""``precision-time up``: Prefect's server, deployments, a worker and a Dask cluster on this machine, until Ctrl-C."""
+"""``precision-time up``: run Prefect's server, deployments, a worker and a Dask cluster here until Ctrl-C."""
 
 import contextlib
 import fcntl
@@ -21,15 +21,15 @@ from precision_time.flows.clusters.local_gpus import count_gpus, name_devices
 from precision_time.flows.clusters.settings import ADDRESS, ADDRESS_EXPECTED, is_address
 from precision_time.flows.stack.deployments import POOL, Nightly, load_forms, plan_deployments, register_deployments
 from precision_time.flows.stack.lost_runs import end_lost_runs
-from precision_time.flows.stack.processes import (
+from precision_time.flows.stack.services import (
     LOOPBACK,
-    Part,
+    Service,
     choose_port,
-    dask_parts,
-    prefect_parts,
+    dask_services,
+    prefect_services,
     require_free,
     require_scheduler,
-)
+)  # fmt: skip
 from precision_time.storage.errors import InputError, PrecisionTimeError, StorageError
 from precision_time.storage.filesystem import open_store
 
@@ -39,16 +39,16 @@ CLUSTERS = ("auto", "local", "local-cuda", "none")
 STATE = "up.json"
 LOCK = "up.lock"
 DASK_PORT, DASHBOARD_PORT = 8786, 8787
-#: The first start of the server writes the tables of its database.
+#: At its first start the server creates the tables of its database.
 START_S = 180.0
-#: A process that ends so many times within so many seconds will not stay.
-DEATHS, WITHIN_S = 5, 300.0
+#: When services have ended this often within this many seconds, they are not restarted again.
+MOST_DEATHS, WITHIN_S = 5, 300.0
 MOST_CPU_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpSettings:
-    """What is to run: ``cluster`` is auto, local, local-cuda, none, or the address of a scheduler that runs already."""
+    """What to run: ``cluster`` is auto, local, local-cuda, none, or the address of a running scheduler."""
 
     home: Path
     port: int = 4200
@@ -67,7 +67,7 @@ class UpSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where the running stack is to be found; ``up.json`` in its home holds the same."""
+    """Where the running stack can be reached; ``up.json`` in its home holds the same."""
 
     pid: int
     home: str
@@ -84,7 +84,7 @@ class Addresses:
         return asdict(self)
 
     def describe(self) -> str:
-        """What a person is to open, line by line."""
+        """What a person can open, line by line."""
         lines = {
             "pages": self.ui,
             "measure": self.campaign_form,
@@ -93,47 +93,39 @@ class Addresses:
             "home": self.home,
         }
         rows = [f"{name:<10} {value}" for name, value in lines.items() if value is not None]
-        return "\n".join([*rows, f"up after {self.started_in_s:g} s; Ctrl-C stops everything"])
+        return "\n".join([*rows, f"everything is up after {self.started_in_s:g} s; Ctrl-C stops it"])
 
 
-class _Stop:
-    """Set by SIGINT, SIGTERM or SIGHUP; from the second signal on nothing is waited for."""
+class _StopSignals:
+    """Counts SIGINT, SIGTERM and SIGHUP; from the second signal on nothing is waited for."""
 
     def __init__(self) -> None:
-        self.signals = 0
+        self.count = 0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        self.signals += 1
-
-    @property
-    def is_asked(self) -> bool:
-        return self.signals > 0
-
-    @property
-    def is_hurried(self) -> bool:
-        return self.signals > 1
+        self.count += 1
 
 
 def stay_up(
     settings: UpSettings, *, announce: Callable[[Addresses], None], say: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Start everything, call ``announce`` when it answers, and stay until a signal; then stop everything.
+    """Start everything, call ``announce`` once it answers, wait for a signal, and stop everything.
 
-    Processes that die meanwhile are started again, and runs that died with their worker end as Crashed. Call it in the
-    main thread, after ``adopt_environment``. Raises ``InputError`` when something runs already or a port is in use,
-    ``PrecisionTimeError`` with the last words of a process that did not start or did not stay.
+    A service that dies is started again, and the runs of a worker that died end as Crashed. Call it in the main thread,
+    after ``adopt_environment``. Raises ``InputError`` when the home is in use or a port is taken, and
+    ``PrecisionTimeError`` with the end of the log of a service that did not start or keeps ending.
     """
     started = time.monotonic()
     home = settings.home
-    with _hold(home, say) as stop, contextlib.ExitStack() as claims:
+    with _lock_home(home, say) as signals, contextlib.ExitStack() as claims:
         require_free(settings.port)
         if is_address(settings.cluster):
             require_scheduler(settings.cluster)
         for folder in ("logs", "prefect", "precision-time-data", "precision-time-registry"):
             (home / folder).mkdir(exist_ok=True)
         for log in (home / "logs").glob("*.log"):
-            log.replace(f"{log}.1")  # whoever starts it again may want to know why it ended
-        stack = _Stack(settings, stop, say)
+            log.replace(f"{log}.1")  # the last run's logs may say why it ended
+        stack = _Stack(settings, signals, say)
         claims.enter_context(claim_devices(stack.devices, scheduler=stack.dask_address))
         try:
             addresses = stack.start(since=started)
@@ -147,11 +139,11 @@ def stay_up(
 
 
 def read_addresses(home: Path) -> Addresses | None:
-    """Where the stack of ``home`` is, or None when none runs there."""
+    """The addresses of the stack of ``home``, or None when none runs there."""
     try:
         values = json.loads((home / STATE).read_text(encoding="utf-8"))
         with (home / LOCK).open("r", encoding="utf-8") as lock:
-            if _take(lock):
+            if _try_lock(lock):
                 return None
         return Addresses(**values)
     except (OSError, ValueError, TypeError):
@@ -159,21 +151,21 @@ def read_addresses(home: Path) -> Addresses | None:
 
 
 def prefilled_form(ui: str, deployment: str, parameters: dict[str, Any]) -> str:
-    """The address of the form for a run of ``deployment``, filled in; its page decodes them twice."""
+    """The address of the form for a run of ``deployment``, prefilled; the page decodes the parameters twice."""
     encoded = quote(quote(json.dumps(parameters), safe=""), safe="")
     return f"{ui}/deployments/deployment/{deployment}/run?parameters={encoded}"
 
 
 class _Stack:
-    """The parts in the order of their start."""
+    """The services, and how they are started, watched and stopped together."""
 
-    def __init__(self, settings: UpSettings, stop: _Stop, say: Callable[[str], None]) -> None:
-        self.settings, self.stop_asked, self.say = settings, stop, say
+    def __init__(self, settings: UpSettings, signals: _StopSignals, say: Callable[[str], None]) -> None:
+        self.settings, self.signals, self.say = settings, signals, say
         logs = settings.home / "logs"
         self.api = f"http://{LOOPBACK}:{settings.port}/api"
-        self.server, self.worker = prefect_parts(port=settings.port, logs=logs)
-        self.scheduler: Part | None = None
-        self.dask_workers: Part | None = None
+        self.server, self.worker = prefect_services(port=settings.port, logs=logs)
+        self.scheduler: Service | None = None
+        self.dask_workers: Service | None = None
         self.dask_address = settings.cluster if is_address(settings.cluster) else None
         self.dashboard: str | None = None
         self.dask_counts: str | None = None
@@ -187,16 +179,14 @@ class _Stack:
     def _plan_dask(self, logs: Path) -> None:
         gpus = 0 if self.settings.cluster == "local" else count_gpus()
         if self.settings.cluster == "local-cuda" and not gpus:
-            raise InputError(
-                "no GPU was found", got="nvidia-smi lists none", expected="--cluster local for CPU workers"
-            )
+            raise InputError("no GPU was found", got="nvidia-smi lists none", fix="--cluster local for CPU workers")
         workers = gpus or self.settings.workers or max(2, min(os.cpu_count() or 1, MOST_CPU_WORKERS))
         port, dashboard = choose_port(DASK_PORT), choose_port(DASHBOARD_PORT)
-        self.scheduler, self.dask_workers = dask_parts(
+        self.scheduler, self.dask_workers = dask_services(
             port=port, dashboard_port=dashboard, workers=workers, on_gpus=gpus > 0, logs=logs
         )
         self.dask_address = f"tcp://{LOOPBACK}:{port}"
-        # Only with bokeh has Dask its dashboard; the plain pages are always there.
+        # Dask has its dashboard only with bokeh; its plain pages are always there.
         page = "status" if importlib.util.find_spec("bokeh") else "info/main/workers.html"
         self.dashboard = f"http://{LOOPBACK}:{dashboard}/{page}"
         self.dask_counts, self.dask_count = f"http://{LOOPBACK}:{dashboard}/json/counts.json", workers
@@ -204,17 +194,17 @@ class _Stack:
         self.devices = name_devices("cuda" if gpus else "cpu", count=workers)
 
     @property
-    def parts(self) -> list[Part]:
-        """In the order in which they are started; stopped in the opposite one."""
-        worker = [self.worker] if self.settings.with_worker else []
-        return [self.server, *(part for part in (self.scheduler, self.dask_workers) if part is not None), *worker]
+    def services(self) -> list[Service]:
+        """In the order of their start; they are stopped in reverse."""
+        worker = self.worker if self.settings.with_worker else None
+        return [part for part in (self.server, self.scheduler, self.dask_workers, worker) if part is not None]
 
     def start(self, *, since: float) -> Addresses | None:
-        """Start all and wait until each part does its work; None when a signal came meanwhile."""
-        self.say("starting Prefect's server, which takes about half a minute the first time")
-        for part in self.parts:
-            if part is not self.worker:
-                part.start()
+        """Start all services and wait until each one works; None when a signal came meanwhile."""
+        self.say("starting Prefect's server; the first start takes about half a minute")
+        for service in self.services:
+            if service is not self.worker:
+                service.start()
         planned = plan_deployments(
             self.settings.home,
             cluster=self.dask_address or "auto",
@@ -222,14 +212,14 @@ class _Stack:
             nightly=self.settings.nightly,
             stale_after_days=self.settings.stale_after_days,
         )
-        # Prefect reads its settings at its first import, and the flows are imported for their forms.
+        # Prefect is imported only here: it reads its settings at its first import.
         from precision_time.flows.stack.automations import register_automations
 
         forms = load_forms(planned)
-        if not self._until(lambda: _ask(f"{self.api}/health") is not None, self.server):
+        if not self._wait_until(lambda: _read_page(f"{self.api}/health") is not None, self.server):
             return None
         self.say("registering the deployments")
-        end_lost_runs("The stack that ran it was stopped or died.")
+        end_lost_runs("The precision-time up that ran it was stopped or killed.")
         version = importlib.metadata.version("precision-time")
         ids = register_deployments(planned, forms, version=version, keep_schedules=self.settings.nightly is None)
         register_automations(deployment_ids=ids)
@@ -248,7 +238,7 @@ class _Stack:
             campaign_form=prefilled_form(ui, str(ids[planned[0].full_name]), planned[0].parameters),
             scheduler=self.dask_address,
             dashboard=self.dashboard,
-            deployments={name: str(found) for name, found in ids.items()},
+            deployments={name: str(id_) for name, id_ in ids.items()},
             started_in_s=round(time.monotonic() - since, 1),
         )
 
@@ -258,10 +248,10 @@ class _Stack:
         url, wanted = self.dask_counts, self.dask_count
 
         def has_workers() -> bool:
-            answer = _ask(url)
+            answer = _read_page(url)
             return answer is not None and json.loads(answer)["workers"] >= wanted
 
-        return self._until(has_workers, self.dask_workers, self.scheduler)
+        return self._wait_until(has_workers, self.dask_workers, self.scheduler)
 
     def _wait_for_worker(self) -> bool:
         from prefect.client.orchestration import get_client
@@ -269,66 +259,68 @@ class _Stack:
         with get_client(sync_client=True) as client:
 
             def is_online() -> bool:
-                return any(found.status == "ONLINE" for found in client.read_workers_for_work_pool(POOL))
+                return any(worker.status == "ONLINE" for worker in client.read_workers_for_work_pool(POOL))
 
-            return self._until(is_online, self.worker)
+            return self._wait_until(is_online, self.worker)
 
-    def _until(self, condition: Callable[[], bool], *parts: Part) -> bool:
+    def _wait_until(self, condition: Callable[[], bool], *services: Service) -> bool:
+        """Whether ``condition`` became true before a signal; raises when a service ends or takes too long."""
         deadline = time.monotonic() + START_S
         while not condition():
-            if self.stop_asked.is_asked:
+            if self.signals.count:
                 return False
-            for part in parts:
-                part.require_running()
+            for service in services:
+                service.require_running()
             if time.monotonic() > deadline:
+                late = services[0]
                 raise PrecisionTimeError(
-                    f"no answer of {parts[0].name}", got=f"nothing within {START_S:g} s", fix=f"see {parts[0].log}"
+                    f"{late.name} did not start", got=f"no answer within {START_S:g} s", fix=f"see {late.log}"
                 )
             time.sleep(0.2)
         return True
 
     def watch(self) -> None:
-        """Stay until a signal, and start again what has died."""
-        while not self.stop_asked.is_asked:
-            for part in self.parts:
-                if not part.is_running:
-                    self._revive(part)
+        """Wait for a signal, and start services again that have ended."""
+        while not self.signals.count:
+            for service in self.services:
+                if not service.is_running:
+                    self._restart(service)
             time.sleep(0.2)
 
-    def _revive(self, part: Part) -> None:
+    def _restart(self, service: Service) -> None:
         now = time.monotonic()
-        self._deaths = [*(then for then in self._deaths if now - then < WITHIN_S), now]
-        if len(self._deaths) >= DEATHS:
+        self._deaths = [*(death for death in self._deaths if now - death < WITHIN_S), now]
+        if len(self._deaths) >= MOST_DEATHS:
             raise PrecisionTimeError(
-                f"{part.name} does not stay", got=part.tail() or "no message", fix=f"see {part.log}"
+                f"{service.name} keeps ending", got=service.tail() or "no message", fix=f"see {service.log}"
             )
-        self.say(f"{part.name} ended; starting it again")
-        if part is self.worker:
-            # The kernel told its runs to end: what they say themselves is better than what we can say.
+        self.say(f"{service.name} ended; starting it again")
+        if service is self.worker:
+            # The kernel told its runs to end, and they report more than we can; only silent ones are ended here.
             end_lost_runs("The worker that ran it died.")
-        part.stop()
-        part.start()
+        service.stop()
+        service.start()
 
     def stop(self) -> None:
-        """Stop all: runs with their worker first, while the server still takes their last word."""
+        """Stop all: the worker and its runs first, while the server can still record how they ended."""
         self.say("stopping; press Ctrl-C again to stop at once")
         if self.worker.process is not None:
-            self.worker.ask_to_stop(hurried=self._is_hurried)
+            self.worker.ask_to_stop(is_hurried=self._is_hurried)
             if self.server.is_running and not self._is_hurried():
-                # Its runs were told to end with it, and may say themselves how far they came.
+                # The runs were told to end with their worker and may report their end; the others are ended here.
                 end_lost_runs("precision-time up was stopped.")
-            self.worker.stop(hurried=self._is_hurried)
-        for part in (self.dask_workers, self.scheduler, self.server):
-            if part is not None:
-                part.stop(hurried=self._is_hurried)
+            self.worker.stop(is_hurried=self._is_hurried)
+        for service in (self.dask_workers, self.scheduler, self.server):
+            if service is not None:
+                service.stop(is_hurried=self._is_hurried)
         self.say("stopped")
 
     def _is_hurried(self) -> bool:
-        return self.stop_asked.is_hurried
+        return self.signals.count > 1
 
 
-def _ask(url: str) -> bytes | None:
-    """What a page of a part answers; None while it does not."""
+def _read_page(url: str) -> bytes | None:
+    """The answer of a service's page; None while there is none."""
     with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
         body: bytes = answer.read()
         return body
@@ -336,34 +328,34 @@ def _ask(url: str) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _hold(home: Path, say: Callable[[str], None]) -> Iterator[_Stop]:
-    """The home for this process alone, with signals counted instead of obeyed."""
+def _lock_home(home: Path, say: Callable[[str], None]) -> Iterator[_StopSignals]:
+    """Keep the home for this process alone, and count signals instead of ending by them."""
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (home / LOCK).open("a", encoding="utf-8")
     except OSError as error:
         raise StorageError(
-            "the home of the stack cannot be written", got=f"{home}: {error.strerror}", expected="a writable folder"
+            "the home folder cannot be written", got=f"{home}: {error.strerror}", expected="a writable folder"
         ) from error
     with lock:
-        if not _take(lock):
+        if not _try_lock(lock):
             time.sleep(0.2)  # a reader of the addresses holds it for a moment
-            if not _take(lock):
-                raise _runs_already(home)
-        left = _read_state(home)
-        if left is not None:
-            say(f"the stack of process {left.get('pid')} ended without tidying up; taking over")
-        stop = _Stop()
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, stop) for number in signals}
+            if not _try_lock(lock):
+                raise _already_running(home)
+        left_state = _read_state(home)
+        if left_state is not None:
+            say(f"the precision-time up of process {left_state.get('pid')} ended without cleaning up; taking over")
+        signals = _StopSignals()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        handlers = {number: signal.signal(number, signals) for number in numbers}
         try:
-            yield stop
+            yield signals
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
-def _take(lock: TextIO) -> bool:
+def _try_lock(lock: TextIO) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -371,14 +363,14 @@ def _take(lock: TextIO) -> bool:
     return True
 
 
-def _runs_already(home: Path) -> InputError:
+def _already_running(home: Path) -> InputError:
     state = _read_state(home) or {}
     where = f"process {state['pid']}, pages at {state['ui']}, scheduler {state['scheduler']}" if state else "starting"
     return InputError(
-        f"a stack runs already in {home}",
+        f"precision-time up is already running in {home}",
         got=where,
         expected="one at a time",
-        fix="use it, end it, or take another --home",
+        fix="use it, end it, or choose another --home",
     )
 
 

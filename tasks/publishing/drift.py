@@ -1,4 +1,4 @@
-"""The drift watch: whether measurements that came after the champion still lie in the intervals it gave them."""
+"""The drift watch: whether new measurements still lie inside the champion's intervals."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,19 +18,19 @@ __all__ = ["DriftReport", "DriftRow", "Verdict", "watch_drift"]
 Verdict = Literal["holds", "drifting", "too few"]
 Grouping = Literal["all", "gpu", "model"]
 
-#: With 8 rows half of them outside is already rarer than one in a hundred at 90 %; with fewer hardly anything is.
+#: Of 8 rows, 4 outside have a chance of less than 1 % at a level of 90 %; with fewer rows hardly any result is so rare.
 FEWEST_ROWS = 8
-#: Nights come often, so that a false alarm must be rare: one of a hundred looks at new rows.
+#: The watch runs every night, so a false alarm must be rare: one in a hundred looks at new rows.
 SIGNIFICANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftRow:
-    """New measurements of one group against the champion's intervals.
+    """New measurements of one group, compared with the champion's intervals.
 
-    ``rows`` are the new ones, ``judged`` those with a calibrated interval, ``inside`` how many of these it held.
-    ``chance`` is the probability of as few, or fewer, inside if the level holds, allowing for the number of groups;
-    None with too few. ``bias`` is the median of measured over predicted of all rows: 1.3 is 30 % slower than predicted.
+    ``rows`` counts the new rows, ``judged`` those with a calibrated interval, ``inside`` those inside it. ``chance`` is
+    the probability of as few or fewer inside if the level holds, corrected for the number of groups; None with too few
+    rows. ``bias`` is the median of measured over predicted of all rows: 1.3 means 30 % slower than predicted.
     """
 
     by: Grouping
@@ -45,7 +45,7 @@ class DriftRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftReport:
-    """What the watch saw: the verdict over all, and a row for everything, each GPU and each model."""
+    """The result of the watch: the overall verdict, and a row for all measurements, each GPU and each model."""
 
     champion: str
     level: float
@@ -62,19 +62,19 @@ class DriftReport:
         """The verdict in a line."""
         if not self.rows:
             return f"drift: no measurement is new since {self.champion}"
-        whole = self.rows[0]
-        told = f"{whole.inside} of {whole.judged} new rows inside {self.champion}'s {self.level:.0%} intervals"
-        where = ", ".join(f"{row.by} {row.group}" if row.by != "all" else "all rows" for row in self.drifting)
-        return f"drift: {self.verdict}; {told}, median of measured over predicted {whole.bias:.2f}" + (
-            f"; drifting: {where}" if where else ""
+        overall = self.rows[0]
+        inside = f"{overall.inside} of {overall.judged} new rows inside {self.champion}'s {self.level:.0%} intervals"
+        groups = ", ".join(f"{row.by} {row.group}" if row.by != "all" else "all rows" for row in self.drifting)
+        return f"drift: {self.verdict}; {inside}, median of measured over predicted {overall.bias:.2f}" + (
+            f"; drifting: {groups}" if groups else ""
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON keeps of it."""
+        """Plain values for JSON."""
         return asdict(self) | {"rows": [asdict(row) for row in self.rows]}
 
     def table(self) -> list[dict[str, str | int | float | None]]:
-        """One row a group, for people."""
+        """One row per group, for people."""
         return [
             {
                 "by": row.by,
@@ -93,52 +93,52 @@ class DriftReport:
 
 
 def watch_drift(rows: Sequence[Observation], *, champion: PublishedPredictor) -> DriftReport:
-    """Put ``rows``, measured after ``champion`` was trained, to its intervals: all together, by GPU and by model.
+    """Compare ``rows``, measured after ``champion`` was trained, with its intervals: all together, by GPU and by model.
 
-    An interval of level p holds a row with probability p, so that the count inside is binomial; a group drifts when so
-    few inside are rarer than 1 % (Holm's correction over the groups). Rows that the champion gave no calibrated
-    interval count for the bias alone. A group with fewer than 8 judged rows is too few to say; so is the whole.
+    An interval of level p contains a row with probability p, so the count inside is binomial. A group drifts if so few
+    inside have a chance below 1 % (Holm's correction over the groups). Rows without a calibrated interval count for the
+    bias alone. A group, or all rows together, with fewer than 8 judged rows gets the verdict ``too few``.
     """
     name = champion.manifest.artifact_id
     level = champion.predictor.level
     if not rows:
         return DriftReport(champion=name, level=level, verdict="too few", rows=())
-    answers = answer_queries([seen.query for seen in rows], published=champion)
-    measured = np.array([seen.measurement.iteration_time_s for seen in rows])
+    answers = answer_queries([row.query for row in rows], published=champion)
+    measured_s = np.array([row.measurement.iteration_time_s for row in rows])
     groups: list[tuple[Grouping, str, npt.NDArray[np.bool_]]] = [("all", "all", np.ones(len(rows), dtype=np.bool_))]
-    gpus = np.array([seen.measurement.gpu for seen in rows], dtype=np.str_)
-    models = np.array([seen.network for seen in rows], dtype=np.str_)
+    gpus = np.array([row.measurement.gpu for row in rows], dtype=np.str_)
+    models = np.array([row.network for row in rows], dtype=np.str_)
     groups += [("gpu", str(gpu), gpus == gpu) for gpu in np.unique(gpus)]
     groups += [("model", str(model), models == model) for model in np.unique(models)]
-    found = [_judge(by, group, chosen, measured=measured, answers=answers) for by, group, chosen in groups]
-    corrected = iter(correct_for_many([row.chance for row in found if row.chance is not None]))
-    told = []
-    for row in found:
+    uncorrected = [_judge(by, group, members, measured_s=measured_s, answers=answers) for by, group, members in groups]
+    corrected = iter(correct_for_many([row.chance for row in uncorrected if row.chance is not None]))
+    judged = []
+    for row in uncorrected:
         chance = None if row.chance is None else next(corrected)
         verdict: Verdict = "too few" if chance is None else "drifting" if chance < SIGNIFICANCE else "holds"
-        told.append(replace(row, chance=chance, verdict=verdict))
-    drifts = any(row.verdict == "drifting" for row in told)
-    return DriftReport(champion=name, level=level, verdict="drifting" if drifts else told[0].verdict, rows=tuple(told))
+        judged.append(replace(row, chance=chance, verdict=verdict))
+    overall = "drifting" if any(row.verdict == "drifting" for row in judged) else judged[0].verdict
+    return DriftReport(champion=name, level=level, verdict=overall, rows=tuple(judged))
 
 
 def _judge(
     by: Grouping,
     group: str,
-    chosen: npt.NDArray[np.bool_],
+    members: npt.NDArray[np.bool_],
     *,
-    measured: npt.NDArray[np.float64],
+    measured_s: npt.NDArray[np.float64],
     answers: Answers,
 ) -> DriftRow:
-    held = (answers.low_s <= measured) & (measured <= answers.high_s)
-    judged = chosen & answers.has_own_interval
-    count, inside = int(judged.sum()), int((judged & held).sum())
+    is_inside = (answers.low_s <= measured_s) & (measured_s <= answers.high_s)
+    judged = members & answers.has_own_interval
+    count, inside = int(judged.sum()), int((judged & is_inside).sum())
     return DriftRow(
         by=by,
         group=group,
-        rows=int(chosen.sum()),
+        rows=int(members.sum()),
         judged=count,
         inside=inside,
         chance=chance_of_coverage(inside, count, answers.level) if count >= FEWEST_ROWS else None,
-        bias=float(np.median(measured[chosen] / answers.parts.iteration_time_s[chosen])),
+        bias=float(np.median(measured_s[members] / answers.parts.iteration_time_s[members])),
         verdict="too few",
     )

@@ -1,26 +1,23 @@
-"""Put a validated predictor into the registry, with what a later reader and a later gate must know."""
+"""Put a validated predictor into the registry with its accuracy card and training rows, or export it as a bundle."""
 
 import contextlib
 import datetime
 import importlib.metadata
 import json
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from precision_time.predictor.answering.artifact import (
-    SERVING_FILES,
-    WALKS,
-    PublishedPredictor,
-    load_artifact,
-    pack_artifact,
-    zoo_digest,
-)
+from precision_time.predictor.answering.artifact import SERVING_FILES, WALKS, pack_artifact, zoo_digest
 from precision_time.predictor.answering.question import DEFAULT_GPU
 from precision_time.predictor.learning.boosting import choose_parameters
 from precision_time.predictor.learning.hierarchy import STAGE_FEATURES, HierarchicalPredictor
-from precision_time.predictor.workloads.zoo import pack_entries
-from precision_time.storage.errors import InputError, IntegrityError, NotFoundError
+from precision_time.predictor.learning.regimes import REGIMES
+from precision_time.predictor.setup.hardware import known_hardware
+from precision_time.predictor.setup.precision import PRECISIONS
+from precision_time.predictor.workloads.zoo import pack_entries, zoo_names
+from precision_time.storage.errors import InputError, IntegrityError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.manifests import (
     MANIFEST,
@@ -32,64 +29,19 @@ from precision_time.storage.manifests import (
     seal_manifest,
 )
 from precision_time.storage.registry import Registry
-from precision_time.tasks.publishing.accuracy_card import complete_card, drop_plots, list_limits, place_plots
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.champion import OUT_OF_FOLD, TRAINING_ROWS
+from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import Validation
 
-__all__ = [
-    "ACCURACY_CARD", "MAX_BUNDLE_BYTES", "export_bundle", "find_champion", "is_trained_on", "publish_predictor",
-    "trained_cells", "trained_rows",
-]  # fmt: skip
+__all__ = ["ACCURACY_CARD", "MAX_BUNDLE_BYTES", "export_bundle", "publish_predictor"]
 
-#: How well the predictor did, for people.
+#: The file of an artifact that tells people how accurate it is.
 ACCURACY_CARD = "report.md"
-#: What taught the predictor, for later gates.
-TRAINING_ROWS = "training.json"
-_OUT_OF_FOLD = "out_of_fold_s"
-#: What a bundle may weigh: it travels with every installation.
+#: Most bytes of a bundle: every installation carries it.
 MAX_BUNDLE_BYTES = 5 * 10**6
 #: Fields of a manifest that differ between two artifacts that answer alike.
 _OCCASION = {"version", "created_at", "package_versions", "manifest_sha256"}
 _RECORDED_PACKAGES = ("precision-time", "numpy", "pyarrow", "xgboost-cpu")
-
-
-def find_champion(registry: str, reference: str) -> PublishedPredictor | None:
-    """The artifact in use, or None before the first publication."""
-    try:
-        # By version: an alias that was loaded once stays what it was for the life of this process.
-        name, version = Registry(registry).resolve(reference)
-    except NotFoundError:
-        return None
-    return load_artifact(f"{registry.rstrip('/')}/{name}@{version}")
-
-
-def is_trained_on(manifest: ArtifactManifest, snapshot: Snapshot, *, holdout_models: tuple[str, ...]) -> bool:
-    """Whether the same data, with the same models held out, has made the artifact: nothing new could come of it."""
-    return manifest.training_data_sha256 == snapshot.sha256 and manifest.holdout_models == list(holdout_models)
-
-
-def trained_rows(registry: str, champion: PublishedPredictor) -> dict[str, float | None]:
-    """The cells whose rows ``champion`` learned from, each with its out-of-fold prediction in seconds.
-
-    That is what the champion's method said to the row before it had learned from it; None where the artifact keeps
-    none. Raises ``IntegrityError`` when its list cannot be read.
-    """
-    _, files = Registry(registry).load(champion.manifest.artifact_id)
-    try:
-        training = json.loads(files[TRAINING_ROWS])
-        cells = [str(cell) for cell in training["cells"]]
-        told = training.get(_OUT_OF_FOLD, [None] * len(cells))
-        times = [None if time_s is None else float(time_s) for time_s in told]
-        return dict(zip(cells, times, strict=True))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(
-            f"{TRAINING_ROWS} of the artifact cannot be read", got=repr(error), expected="the list of trained cells"
-        ) from error
-
-
-def trained_cells(registry: str, champion: PublishedPredictor) -> frozenset[str]:
-    """The cells whose rows ``champion`` learned from; raises ``IntegrityError`` when its list cannot be read."""
-    return frozenset(trained_rows(registry, champion))
 
 
 def _list_training_rows(snapshot: Snapshot, validation: Validation) -> bytes:
@@ -100,8 +52,8 @@ def _list_training_rows(snapshot: Snapshot, validation: Validation) -> bytes:
             snapshot.training[row].measurement.cell_id: float(f"{time_s:.6g}")
             for row, time_s in zip(folds.rows, folds.predicted_s["predictor"], strict=True)
         }
-    cells = sorted(seen.measurement.cell_id for seen in snapshot.training)
-    rows = {"cells": cells, _OUT_OF_FOLD: [times.get(cell) for cell in cells], "sha256": snapshot.sha256}
+    cells = sorted(row.measurement.cell_id for row in snapshot.training)
+    rows = {"cells": cells, OUT_OF_FOLD: [times.get(cell) for cell in cells], "sha256": snapshot.sha256}
     return (json.dumps(rows) + "\n").encode()
 
 
@@ -116,10 +68,10 @@ def _versions() -> dict[str, str]:
 
 
 def _choose_default_gpu(snapshot: Snapshot) -> str:
-    """The device that campaigns measured most; tables of others say nothing about whose question it will be."""
-    names = [seen.measurement.gpu for seen in snapshot.training if seen.index < 0]
+    """The device that campaigns measured most; rows of tables decide only where there are no campaigns."""
+    names = [row.measurement.gpu for row in snapshot.training if row.index < 0]
     if not names:
-        names = [seen.measurement.gpu for seen in snapshot.training]
+        names = [row.measurement.gpu for row in snapshot.training]
         if DEFAULT_GPU in names:
             return DEFAULT_GPU
     return max(sorted(set(names)), key=names.count)
@@ -133,27 +85,26 @@ def publish_predictor(
     report: str,
     registry: str,
     name: str,
-    alias: str | None,
     holdout_models: tuple[str, ...],
     seed: int,
-    after: int | None = None,
+    after: int = 0,
     plots: Mapping[str, bytes] | None = None,
 ) -> ArtifactManifest:
-    """Publish files, manifest, then ``alias`` (None: no alias moves); the version is the next free one.
+    """Publish files and manifest as the next free version, without moving an alias.
 
-    With ``after``, a version above it that has exactly these files is taken as it is: an earlier attempt made it.
+    A version above ``after`` that has exactly these files is returned as it is: an earlier attempt made it.
 
     The artifact holds the flat trees and XGBoost's JSON, the cards of models and devices that campaigns measured and
-    the package does not ship, the zoo's walks of what was trained on, ``report`` with the known limits, the training
+    the package does not ship, the zoo's walks of the training models, ``report`` with the known limits, the training
     rows, and ``plots`` (PNG or SVG by file name).
     """
-    limits = list_limits(predictor, holdout_models=holdout_models)
-    walks = pack_entries(seen.measurement.model for seen in snapshot.training)
+    limits = _list_limits(predictor, holdout_models=holdout_models)
+    walks = pack_entries(row.measurement.model for row in snapshot.training)
     files = pack_artifact(predictor, workloads=snapshot.workloads, hardware=snapshot.hardware) | {
         **({} if walks is None else {WALKS: walks}),
         TRAINING_ROWS: _list_training_rows(snapshot, validation),
-        ACCURACY_CARD: complete_card(report, limits=limits, data_sha256=snapshot.sha256).encode(),
-        **place_plots(plots or {}),
+        ACCURACY_CARD: _complete_card(report, limits=limits, data_sha256=snapshot.sha256).encode(),
+        **_place_plots(plots or {}),
     }
 
     def describe(version: int, listed: tuple[ArtifactFile, ...]) -> ArtifactManifest:
@@ -168,7 +119,7 @@ def publish_predictor(
             precisions=list(predictor.domain.precisions),
             training_data_sha256=snapshot.sha256,
             training_rows=len(snapshot.training),
-            training_configurations=len({seen.measurement.configuration for seen in snapshot.training}),
+            training_configurations=len({row.measurement.configuration for row in snapshot.training}),
             holdout_models=list(holdout_models),
             seed=seed,
             parameters=choose_parameters(len(snapshot.training)),
@@ -180,27 +131,22 @@ def publish_predictor(
         )
 
     shelf = Registry(registry)
-    made = None if after is None else _find_same(shelf, name, files, after=after)
-    if made is None:
-        return shelf.publish(name, files, describe=describe, alias=alias)
-    if alias is not None:
-        shelf.set_alias(name, alias, made.version)
-    return made
+    return _find_same(shelf, name, files, after=after) or shelf.publish(name, files, describe=describe, alias=None)
 
 
 def _find_same(shelf: Registry, name: str, files: Mapping[str, bytes], *, after: int) -> ArtifactManifest | None:
+    """A version above ``after`` with exactly these files."""
     listed = list_contents(files)
     newer = (shelf.manifest(f"{name}@{version}") for version in shelf.versions(name) if version > after)
     return next((manifest for manifest in newer if manifest.files == listed), None)
 
 
 def export_bundle(registry: str, reference: str, *, into: str | Path) -> ArtifactManifest:
-    """Put what of a published artifact answers questions into the folder ``into``, under a manifest of its own.
+    """Copy what a published artifact needs to answer questions into the folder ``into``, under its own manifest.
 
-    The bundle is called like the folder and lies in ``<into>/<version>/``, so the parent folder reads as a registry;
-    models in XGBoost's own form, plots, walks (the zoo lies beside it) and the list of training rows stay behind. One
-    that is there already is kept when the new one would differ in its version, time and packages only, and else
-    replaced by the next version.
+    The bundle is named after the folder and lies in ``<into>/<version>/``, so the parent folder reads as a registry.
+    XGBoost's own models, plots, walks (the zoo lies beside it) and the list of training rows are left out. An earlier
+    bundle is kept when the new one would differ in version, time and packages only, else the next version replaces it.
 
     Raises ``NotFoundError`` for an unknown reference, ``IntegrityError`` for an artifact that is not what was
     published, ``InputError`` above ``MAX_BUNDLE_BYTES`` and for a folder in which a registry keeps its versions.
@@ -210,7 +156,7 @@ def export_bundle(registry: str, reference: str, *, into: str | Path) -> Artifac
     source, files = Registry(registry).load(reference)
     files = {path: data for path, data in files.items() if path in {*SERVING_FILES, ACCURACY_CARD} - {WALKS}}
     if ACCURACY_CARD in files:
-        files[ACCURACY_CARD] = drop_plots(files[ACCURACY_CARD].decode()).encode()
+        files[ACCURACY_CARD] = _drop_plots(files[ACCURACY_CARD].decode()).encode()
     shelf = Registry(folder.parent)
     earlier = shelf.versions(name)
     if len(earlier) > 1 or shelf.aliases(name):
@@ -232,11 +178,11 @@ def export_bundle(registry: str, reference: str, *, into: str | Path) -> Artifac
             fix="grow fewer or shallower trees",
         )
     for old in earlier:
-        # A damaged one is replaced like one of other content.
+        # A damaged bundle is replaced like one of other content.
         with contextlib.suppress(IntegrityError):
-            standing = shelf.verify(f"{name}@{old}")
-            if standing.model_dump(exclude=_OCCASION) == manifest.model_dump(exclude=_OCCASION):
-                return standing
+            existing = shelf.verify(f"{name}@{old}")
+            if existing.model_dump(exclude=_OCCASION) == manifest.model_dump(exclude=_OCCASION):
+                return existing
     store = open_store(folder)
     for path, data in sorted(files.items()):
         store.write_bytes(f"{version}/{path}", data)
@@ -247,3 +193,61 @@ def export_bundle(registry: str, reference: str, *, into: str | Path) -> Artifac
         with contextlib.suppress(OSError):
             (folder / str(old)).rmdir()
     return shelf.verify(f"{name}@{version}")
+
+
+def _list_limits(predictor: HierarchicalPredictor, *, holdout_models: tuple[str, ...]) -> list[str]:
+    """In words, what ``predictor`` was never trained on, and which regimes have no interval of their own.
+
+    Models and devices of the package without a training row are counted, not listed: there are thousands.
+    """
+    domain = predictor.domain
+    limits = []
+    if blind := [regime for regime in REGIMES if regime not in predictor.radii]:
+        limits.append(f"no interval was fitted for these regimes, which get the widest one: {', '.join(blind)}")
+    if holdout_models:
+        limits.append(f"held out, so never trained on: {', '.join(holdout_models)}")
+    limits.append(f"trained on {len(domain.networks)} networks, of {len(zoo_names())} names in the zoo")
+    devices = set(known_hardware())
+    unseen = len(devices - set(domain.gpus))
+    limits.append(f"never trained on {unseen} of the {len(devices)} devices that come with the package")
+    for kind, is_cpu in (("CPU", True), ("GPU", False)):
+        if not any(name.startswith("cpu") == is_cpu for name in domain.gpus):
+            limits.append(f"no {kind} was measured: the closed forms answer for one")
+    if untrained := [name for name in PRECISIONS if name not in domain.precisions]:
+        limits.append(f"never trained on these precisions: {', '.join(untrained)}")
+    limits.append(
+        f"at most {domain.max_world_size} ranks and {domain.max_accumulation_steps} micro-steps in an iteration were "
+        "measured"
+    )
+    return limits
+
+
+def _complete_card(report: str, *, limits: list[str], data_sha256: str) -> str:
+    """The accuracy card: the report, then the known limits and where the data and the zoo come from."""
+    lines = [
+        report.rstrip("\n"),
+        "",
+        "## Known limits",
+        "",
+        *(f"- {limit}" for limit in limits),
+        "",
+        f"Training data: SHA-256 `{data_sha256}`. Features of named models: the zoo with SHA-256 `{zoo_digest()}`; "
+        f"`{WALKS}` holds its walks of the training networks, except in a bundle, which is shipped beside the zoo.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _drop_plots(card: str) -> str:
+    """``card`` without the lines that show plots: a bundle leaves the plots out."""
+    return re.sub(r"^!\[[^\]]*\]\(plots/[^)]*\)\n\n?", "", card, flags=re.MULTILINE)
+
+
+def _place_plots(plots: Mapping[str, bytes]) -> dict[str, bytes]:
+    """``plots`` under their names in the artifact; raises ``InputError`` unless the content is that of a PNG or SVG."""
+    for name, data in plots.items():
+        is_plot = (name.endswith(".png") and data.startswith(b"\x89PNG\r\n\x1a\n")) or (
+            name.endswith(".svg") and data.lstrip().startswith((b"<?xml", b"<svg"))
+        )
+        if not is_plot or "/" in name:
+            raise InputError("this plot cannot be published", got=repr(name)[:300], expected="a PNG or SVG, so named")
+    return {f"plots/{name}": data for name, data in plots.items()}

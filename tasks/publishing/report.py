@@ -1,4 +1,4 @@
-"""The accuracy report of a retraining as markdown: every split beside its baselines, never one figure alone."""
+"""The accuracy report of a retraining as markdown, with every split beside its baselines."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from precision_time.predictor.scoring.scoreboard import METHOD_TITLES, title_split
 from precision_time.tasks.publishing.drift import DriftReport
 from precision_time.tasks.publishing.gate import GateDecision
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import Accuracy, Validation
 
 __all__ = ["accuracy_rows", "readable_accuracy", "write_report"]
@@ -26,7 +26,7 @@ _SHARES = {
 
 
 def accuracy_rows(accuracy: Accuracy) -> list[dict[str, str | float | None]]:
-    """One row per split and method, with every metric as it is."""
+    """One row per split and method, with every metric as a number."""
     return [
         {"split": _HOLDOUT if split == "holdout" else title_split(split), "method": METHOD_TITLES[method], **metrics}
         for split, methods in accuracy.items()
@@ -35,7 +35,7 @@ def accuracy_rows(accuracy: Accuracy) -> list[dict[str, str | float | None]]:
 
 
 def readable_accuracy(accuracy: Accuracy) -> list[dict[str, str]]:
-    """One row per split and method as people read it: heading -> text, shares in per cent."""
+    """One row per split and method for people: heading -> text, shares in per cent."""
     return [
         {"split": str(row["split"]), "method": str(row["method"]), "n": f"{row['n']:.0f}"}
         | {heading: "-" if row[name] is None else f"{row[name]:.1%}" for heading, name in _SHARES.items()}
@@ -44,7 +44,7 @@ def readable_accuracy(accuracy: Accuracy) -> list[dict[str, str]]:
 
 
 def _rows_by_precision(by_precision: Accuracy) -> list[dict[str, str]]:
-    """One row per policy and method, as people read it."""
+    """One row per policy and method, for people."""
     return [
         {"precision": policy, "method": METHOD_TITLES[method], "n": f"{metrics['n']:.0f}"}
         | {heading: f"{metrics[_SHARES[heading]]:.1%}" for heading in ("MAPE", "median APE")}
@@ -53,10 +53,10 @@ def _rows_by_precision(by_precision: Accuracy) -> list[dict[str, str]]:
     ]
 
 
-def _list(names: Iterable[str], *, what: str) -> str:
-    """All of a few names, the number of many."""
+def _list(names: Iterable[str], *, noun: str) -> str:
+    """The distinct names, or their number if there are many."""
     distinct = sorted(set(names))
-    return f"{len(distinct)} {what}" if len(distinct) > MOST_NAMES else ", ".join(distinct)
+    return f"{len(distinct)} {noun}" if len(distinct) > MOST_NAMES else ", ".join(distinct)
 
 
 def _tabulate(rows: Sequence[Mapping[str, object]]) -> list[str]:
@@ -77,7 +77,7 @@ def write_report(
     drift: DriftReport | None = None,
     pictures: Sequence[str] = (),
 ) -> str:
-    """The accuracy card: data, splits and precisions with baselines, intervals, what the trees lean on, gate, drift.
+    """The accuracy report: data, splits and precisions with baselines, intervals, important features, gate and drift.
 
     ``importances`` are shares of the gain by feature, largest first. ``pictures`` are lines that show plots.
     """
@@ -85,17 +85,17 @@ def write_report(
     lines = [
         "# Accuracy of this predictor",
         "",
-        f"Trained on {len(rows)} measured cells: {_list((seen.network for seen in rows), what='networks')}; "
-        f"{_list((seen.setup.precision.name for seen in rows), what='precisions')}; "
-        f"{_list((seen.measurement.gpu for seen in rows), what='devices')}.",
+        f"Trained on {len(rows)} measured cells: {_list((row.network for row in rows), noun='networks')}; "
+        f"{_list((row.setup.precision.name for row in rows), noun='precisions')}; "
+        f"{_list((row.measurement.gpu for row in rows), noun='devices')}.",
         f"Never trained on: {', '.join(holdout_models) or 'no model was held out'}.",
         "",
-        "Errors of the iteration time on rows that the method did not see; all methods on the same folds.",
+        "Errors of the iteration time on rows that the method was not trained on; all methods have the same folds.",
         "",
     ]
     lines += [*_tabulate(readable_accuracy(validation.accuracy)), ""]
     if validation.by_precision:
-        lines += ["The same of 5-fold by configuration, on the rows of each precision:", ""]
+        lines += ["The errors of 5-fold by configuration, on the rows of each precision:", ""]
         lines += [*_tabulate(_rows_by_precision(validation.by_precision)), ""]
     if validation.left_out:
         lines += ["Not scored:", ""]
@@ -106,15 +106,16 @@ def write_report(
     if not validation.radii:
         lines.append("- none: too few rows to calibrate")
     if importances:
-        lines += ["", f"Shares of the gain of all splits, the first {MOST_IMPORTANT}:", ""]
+        lines += ["", f"Shares of the gain in all trees, the {MOST_IMPORTANT} largest:", ""]
         lines += [f"- {name}: {share:.1%}" for name, share in list(importances.items())[:MOST_IMPORTANT]]
     lines += ["", f"Gate: {'passed' if decision.passed else 'not passed'}.", ""]
     lines += [f"- {reason}" for reason in decision.reasons]
     if decision.comparisons:
         lines += [
             "",
-            f"Mean absolute log error of this predictor, out of fold, and of {decision.champion} on the same rows, of "
-            "which neither knew the time; chance: how often such a difference comes up when both are equally good.",
+            f"Mean absolute log errors of this predictor and of {decision.champion} on the same rows, which neither "
+            "was trained on when it predicted them. Chance: how often such a difference occurs if both are equally "
+            "good.",
             "",
             *_tabulate(decision.table()),
         ]

@@ -1,4 +1,4 @@
-"""Cross-validate on the training rows, score the held-out models, and find the intervals that hold."""
+"""Cross-validate on the training rows, score the held-out models, and calibrate the intervals that hold."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ from precision_time.predictor.scoring.cross_validation import (
 )
 from precision_time.predictor.scoring.fit_error_covariance import estimate_covariances
 from precision_time.predictor.setup.precision import PRECISIONS
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.snapshot import Snapshot
 
 __all__ = ["Accuracy", "Validation", "chance_of_coverage", "coverage_holds", "validate_predictor"]
 
-#: Whose errors are told by precision too.
+#: The split whose errors are also reported by precision.
 _BY_PRECISION = "configuration"
-_IMPOSSIBLE = "the rows do not hold both what teaches and what is left out"
-_ROW_OF_FEW = "of few rows not asked for, since only repeats tell it from 5-fold by configuration"
-#: A coverage this near to the level is as good as it; below, chance must explain it:
+_IMPOSSIBLE = "the rows do not have both rows to train on and rows to leave out"
+_TOO_SIMILAR = "with few rows only repeats distinguish it from 5-fold by configuration"
+#: A coverage this close to the level holds; a lower one must be explained by chance.
 COVERAGE_BAND = 0.05
-#: A coverage so low that chance alone gives it in fewer than one of a hundred gates stops the publication.
+#: A coverage whose chance is below this stops the publication.
 COVERAGE_SIGNIFICANCE = 0.01
 #: Metrics by split and method, as the manifest stores them.
 Accuracy = dict[str, dict[str, dict[str, float | None]]]
@@ -39,9 +39,9 @@ Accuracy = dict[str, dict[str, dict[str, float | None]]]
 class Validation:
     """Accuracy by split and method, out-of-fold predictions by split, and the interval radii they support.
 
-    ``covariances`` say how these errors correlate, by which measured rows correct other answers. ``by_precision`` is
-    the accuracy of the 5-fold cross-validation by configuration on the rows of each policy, by method; ``left_out``
-    are the splits that were not scored, and why.
+    ``covariances`` describe how the errors are correlated, by which measured rows correct other answers.
+    ``by_precision`` is the accuracy of the 5-fold cross-validation by configuration on the rows of each policy, by
+    method; ``left_out`` maps the splits that were not scored to the reason.
     """
 
     accuracy: Accuracy
@@ -54,15 +54,15 @@ class Validation:
 
 
 def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Validation:
-    """Every split the training rows allow, and the held-out models, each with its baselines.
+    """Every split that the training rows allow, and the held-out models, each with its baselines.
 
-    Few rows, a campaign's own, are put to all splits but 5-fold by row, which takes as long as one of the others.
+    With few rows, as of a single campaign, 5-fold by row is left out.
     """
     rows = snapshot.training
     possible = feasible_splits(rows)
     left_out = {split: _IMPOSSIBLE for split in SPLITS if split not in possible}
     if len(rows) < FEWEST_FOR_MANY:
-        left_out["row"] = _ROW_OF_FEW
+        left_out["row"] = _TOO_SIMILAR
     splits = tuple(split for split in possible if split not in left_out)
     done = cross_validate_all(
         rows, splits=splits, level=level, seed=seed, processes=1 if len(rows) < FEWEST_FOR_MANY else 2
@@ -72,7 +72,7 @@ def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Valida
     accuracy: Accuracy = {split: result.metrics() for split, result in done.items()}
     if snapshot.holdout:
         accuracy["holdout"] = score_holdout(rows, snapshot.holdout, seed=seed)
-    # An interval that does not hold on its own split is not published: such questions get the widest one instead.
+    # A regime whose interval does not hold on its own split gets none; its queries then get the widest interval.
     radii = {
         name: done[split].radius_of(name)
         for name, regime in REGIMES.items()
@@ -91,7 +91,7 @@ def validate_predictor(snapshot: Snapshot, *, level: float, seed: int) -> Valida
 
 
 def _score_by_precision(result: CrossValidation, rows: Sequence[Observation]) -> Accuracy:
-    """Metrics by policy and method: of each method on the rows of the policy."""
+    """By policy, the metrics of each method on the rows of the policy."""
     policies = np.array([rows[row].setup.precision.name for row in result.rows])
     return {
         policy: result.restrict(policies == policy, split=result.split).metrics()
@@ -101,16 +101,17 @@ def _score_by_precision(result: CrossValidation, rows: Sequence[Observation]) ->
 
 
 def chance_of_coverage(covered: int, rows: int, level: float) -> float:
-    """The probability that at most ``covered`` of ``rows`` intervals of ``level`` hold, if the level is true."""
-    hold, miss = math.log(level), math.log1p(-level)
-    return math.fsum(
-        math.exp(math.lgamma(rows + 1) - math.lgamma(k + 1) - math.lgamma(rows - k + 1) + k * hold + (rows - k) * miss)
-        for k in range(covered + 1)
-    )
+    """The probability that at most ``covered`` of ``rows`` intervals contain their row, if each does at ``level``."""
+    log_hit, log_miss = math.log(level), math.log1p(-level)
+
+    def log_choose(k: int) -> float:
+        return math.lgamma(rows + 1) - math.lgamma(k + 1) - math.lgamma(rows - k + 1)
+
+    return math.fsum(math.exp(log_choose(k) + k * log_hit + (rows - k) * log_miss) for k in range(covered + 1))
 
 
 def coverage_holds(metrics: dict[str, dict[str, float | None]], *, level: float) -> bool:
-    """Whether the coverage of a split's intervals is what chance allows at ``level``; False where it is not known."""
+    """Whether chance can explain the coverage of a split's intervals at ``level``; False where it is not known."""
     coverage, rows = metrics["predictor"]["coverage"], metrics["predictor"]["n"]
     if coverage is None or rows is None:
         return False

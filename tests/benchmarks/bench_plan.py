@@ -11,40 +11,18 @@ from pathlib import Path
 from precision_time.flows.planning.order import order_cells
 from precision_time.flows.planning.plan import plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec
-from precision_time.predictor.setup.hardware import HardwareSpec
-from precision_time.storage.schema import Environment
-from precision_time.tasks.probing.probe_device import ProbeReport
-
-MACHINE = ProbeReport(
-    environment=Environment(device_type="cpu", gpu="cpu-made-up-64c", cpu_model="made up", cpu_cores=64),
-    device_count=64,
-    unsupported={},
-    hardware=HardwareSpec(
-        name="cpu-made-up-64c",
-        kind="cpu",
-        architecture="x86-64",
-        compute_capability=None,
-        memory_bytes=2**33,
-        memory_bytes_per_s=1e10,
-        peak_flops_per_s={"fp32": 1e11, "bf16": 1e11, "fp16": 1e10},
-        gpus_per_node=64,
-        link="shared-memory",
-        link_bytes_per_s=1e9,
-        network_bytes_per_s=1e9,
-        all_reduce_latency_s=1e-4,
-        launch_overhead_s=1e-5,
-    ),
-)
+from precision_time.tests.made_up_machine import make_machine
 
 
 def _peak_memory_bytes() -> int:
-    """Of this program alone: what getrusage tells includes the process that started it."""
+    """Of this program alone; getrusage also counts the process that started it."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def measure() -> dict[str, float | int]:
     """All figures by name."""
+    machine = make_machine(64)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         spec = CampaignSpec.model_validate(
@@ -58,7 +36,7 @@ def measure() -> dict[str, float | int]:
             }
         )
         read = time.perf_counter()
-        plan = plan_campaign(spec, probe=lambda wanted: MACHINE)
+        plan = plan_campaign(spec, probe=lambda wanted: machine)
         planned = time.perf_counter()
         order_cells([cell.cell for cell in plan.cells])
         ordered = time.perf_counter()

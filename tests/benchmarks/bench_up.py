@@ -8,7 +8,6 @@ The target is 90 s after installation, with the database made and every process 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,25 +17,26 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from precision_time.tests.processes import free_port
+
 DEPLOYMENT = "profiling-campaign/profiling-campaign"
 
 
 def main() -> int:
     """Start ``up`` in a temporary home, start a Quick run, and stop it all again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="bench-up-") as folder:
         home = Path(folder) / "home"
         started = time.monotonic()
-        command = [sys.executable, "-m", "precision_time", "up", "--home", str(home), "--port", str(port), "--json"]
+        command = [sys.executable, "-m", "precision_time", "up", "--home", str(home), "--json"]
+        command += ["--port", str(free_port())]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
-            found = json.loads(process.stdout.readline())
+            addresses = json.loads(process.stdout.readline())
             up_s = time.monotonic() - started
-            run = _ask(f"{found['api']}/deployments/{found['deployments'][DEPLOYMENT]}/create_flow_run", {})
-            while (state := _ask(f"{found['api']}/flow_runs/{run['id']}")["state"])["type"] in ("SCHEDULED", "PENDING"):
+            run = _ask(f"{addresses['api']}/deployments/{addresses['deployments'][DEPLOYMENT]}/create_flow_run", {})
+            run_url = f"{addresses['api']}/flow_runs/{run['id']}"
+            while (state := _ask(run_url)["state"])["type"] in ("SCHEDULED", "PENDING"):
                 time.sleep(0.2)
             running_s = time.monotonic() - started
         finally:
@@ -60,7 +60,7 @@ def _ask(url: str, body: Any = None) -> Any:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            # SQLite was locked; Prefect's own pages and clients ask again too.
+            # SQLite was locked; Prefect's own pages and clients retry as well.
             if error.code != 503:
                 raise
             time.sleep(0.5)

@@ -3,15 +3,15 @@
 A finished grid is measured again from its records: cell by cell in random orders (mean of 5), in the grid's own order,
 in the order of a campaign, and adaptively, by each of ``RULES``. After each number of cells a predictor is fitted on
 them, and its MAPE is printed in %, on the cells of the pool not yet measured and on a fifth of the grid that is never
-measured. The first figure favours an order that takes the hard cells first; the second does not. Without a folder the
-grids are those of three sources of the shipped public table, each on one GPU. Its rows of several ranks tell no parts,
-so their compute is taken at the share that the closed forms give it; three divisions into pool and held-out fifth are
-averaged. Last stand, over all grids, the mean log ratios of each rule's errors to those of the spread.
+measured. The first figure favours an order with the hard cells first; the second does not. Without a folder the grids
+are those of three sources of the shipped public table, each on one GPU. Its rows of several ranks have no parts, so
+their compute time is the share that the closed forms give it; three divisions into pool and held-out fifth are
+averaged. At the end stand, over all grids, the mean log ratios of each rule's errors to those of the spread.
 """
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and xgboost look at it
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy and xgboost read it when they are imported
 
 import math
 import random
@@ -50,38 +50,38 @@ Rule = Callable[[Sequence[Observation], Sequence[Observation]], np.ndarray]
 
 
 def weigh_by_spread(cells: Sequence[Observation], measured: Sequence[Observation]) -> np.ndarray:
-    """What a campaign chooses by: how far fits disagree that each lack a fifth of ``measured``."""
+    """The rule of a campaign: how far fits that each lack a fifth of ``measured`` disagree."""
     return spread_of([cell.query for cell in cells], measured=measured)
 
 
 def weigh_by_interval(cells: Sequence[Observation], measured: Sequence[Observation]) -> np.ndarray:
     """Half the width, in log seconds, of the interval that a predictor published on ``measured`` would state.
 
-    Inside of what was measured it is the radius of 5-fold errors, outside the wide one that answers get there.
+    Inside the measured range it is the radius of 5-fold errors, outside the wide radius of answers there.
     """
     result = cross_validate(measured, split="configuration", level=LEVEL, methods=["predictor"])
     radius = conformal_radius(result.log_errors(), level=LEVEL)
     domain = TrainingDomain.of(measured)
     setups = [cell.setup for cell in cells]
-    inside = [domain.regime_of(setup) == "known" and not domain.list_gaps(setup) for setup in setups]
-    return np.where(inside, radius, max(radius, CLOSED_FORM_RADIUS))
+    is_inside = [domain.regime_of(setup) == "known" and not domain.list_gaps(setup) for setup in setups]
+    return np.where(is_inside, radius, max(radius, CLOSED_FORM_RADIUS))
 
 
 RULES: dict[str, Rule] = {
     "spread": weigh_by_spread,
     "interval": weigh_by_interval,
-    "spread x interval": lambda cells, seen: weigh_by_spread(cells, seen) * weigh_by_interval(cells, seen),
-    "spread + interval": lambda cells, seen: weigh_by_spread(cells, seen) + weigh_by_interval(cells, seen),
+    "spread x interval": lambda cells, measured: weigh_by_spread(cells, measured) * weigh_by_interval(cells, measured),
+    "spread + interval": lambda cells, measured: weigh_by_spread(cells, measured) + weigh_by_interval(cells, measured),
 }
 
 
 class Grid:
-    """A recorded grid, one observation a cell, divided into a pool and a fifth that is never measured."""
+    """A recorded grid, one observation per cell, divided into a pool and a fifth that is never measured."""
 
     def __init__(self, observations: Sequence[Observation], *, seed: int) -> None:
         first: dict[GridCell, Observation] = {}
-        for seen in observations:
-            measured = seen.measurement
+        for observation in observations:
+            measured = observation.measurement
             cell = GridCell(
                 model=measured.model,
                 precision=measured.precision,
@@ -90,47 +90,47 @@ class Grid:
                 per_gpu_batch_size=measured.per_gpu_batch_size,
                 gradient_accumulation_steps=measured.gradient_accumulation_steps,
             )
-            first.setdefault(cell, seen)
-        self.cells, self.seen = list(first), list(first.values())
+            first.setdefault(cell, observation)
+        self.cells, self.observations = list(first), list(first.values())
         shuffled = random.Random(seed).sample(range(len(self.cells)), len(self.cells))
         held = len(self.cells) // 5
         self.held_out, self.pool = sorted(shuffled[:held]), sorted(shuffled[held:])
         self.counts = [count for count in COUNTS if count < len(self.pool)]
 
     def curve(self, order: Sequence[int]) -> Curve:
-        """MAPE, as a fraction, on what is not yet measured and on what never is, after each number of cells."""
-        found = []
+        """MAPE, as a fraction, on cells not yet measured and on those never measured, after each number of cells."""
+        errors = []
         for count in self.counts:
             measured = set(order[:count])
-            predictor = HierarchicalPredictor.fit([self.seen[i] for i in order[:count]])
+            predictor = HierarchicalPredictor.fit([self.observations[i] for i in order[:count]])
             left = [i for i in self.pool if i not in measured]
-            found.append((self.error(predictor, left), self.error(predictor, self.held_out)))
-        return found
+            errors.append((self.error(predictor, left), self.error(predictor, self.held_out)))
+        return errors
 
     def error(self, predictor: HierarchicalPredictor, test: Sequence[int]) -> float:
         """MAPE on ``test``."""
-        predicted = predictor.predict([self.seen[i].query for i in test]).iteration_time_s
-        measured = np.array([self.seen[i].measurement.iteration_time_s for i in test])
+        predicted = predictor.predict([self.observations[i].query for i in test]).iteration_time_s
+        measured = np.array([self.observations[i].measurement.iteration_time_s for i in test])
         return float(np.abs(predicted / measured - 1).mean())
 
     def campaign_order(self) -> list[int]:
-        """The pool as a campaign without a budget measures it."""
+        """The pool in the order of a campaign without a budget."""
         places = {self.cells[i]: i for i in self.pool}
         return [places[cell] for cell in order_cells([self.cells[i] for i in self.pool])]
 
     def adaptive_order(self, rule: Rule) -> list[int]:
-        """The pool as an adaptive campaign measures it by ``rule``, up to the largest number of cells."""
+        """The pool in the order of an adaptive campaign by ``rule``, up to the largest number of cells."""
         most = self.counts[-1]
         order = self.campaign_order()
         cover = len(cover_cells([self.cells[i] for i in self.pool]))
-        chosen = order[: max(FEWEST_TO_FIT, min(cover, most // 2))]
-        while len(chosen) < most:
-            taken = set(chosen)
+        measured = order[: max(FEWEST_TO_FIT, min(cover, most // 2))]
+        while len(measured) < most:
+            taken = set(measured)
             left = [i for i in order if i not in taken]
-            size = min(most - len(chosen), max(SMALLEST_BATCH, int(BATCH_SHARE * len(chosen))))
-            worth = rule([self.seen[i] for i in left], [self.seen[i] for i in chosen])
-            chosen += [left[place] for place in choose_widest([self.cells[i] for i in left], worth, count=size)]
-        return chosen
+            size = min(most - len(measured), max(SMALLEST_BATCH, int(BATCH_SHARE * len(measured))))
+            worth = rule([self.observations[i] for i in left], [self.observations[i] for i in measured])
+            measured += [left[place] for place in choose_widest([self.cells[i] for i in left], worth, count=size)]
+        return measured
 
 
 def read_public(source: str, gpu: str) -> list[Observation]:
@@ -138,10 +138,10 @@ def read_public(source: str, gpu: str) -> list[Observation]:
     table = load_public_table().kept
     observations, _ = observe_table(table[(table["source"] == source) & (table["gpu"] == gpu)])
     filled = []
-    for seen in observations:
-        share = seen.closed.compute_time_s / seen.closed.iteration_time_s
-        measured = replace(seen.measurement, compute_time_s=seen.measurement.iteration_time_s * share)
-        filled.append(replace(seen, measurement=measured))
+    for row in observations:
+        share = row.closed.compute_time_s / row.closed.iteration_time_s
+        measured = replace(row.measurement, compute_time_s=row.measurement.iteration_time_s * share)
+        filled.append(replace(row, measurement=measured))
     return filled
 
 
@@ -156,7 +156,7 @@ def read_folder(url: str) -> list[Observation]:
 
 
 def trace_orders(observations: Sequence[Observation], *, seed: int) -> dict[str, Curve]:
-    """The curve of every order on one division of a grid; that of random orders is their mean."""
+    """The curve of every order on one division of a grid; for random orders it is their mean."""
     grid = Grid(observations, seed=seed)
     orders = [random.Random(number).sample(grid.pool, len(grid.pool)) for number in range(RANDOM_ORDERS)]
     curves = {"random": np.mean([grid.curve(order) for order in orders], axis=0).tolist()}
@@ -167,7 +167,7 @@ def trace_orders(observations: Sequence[Observation], *, seed: int) -> dict[str,
 def replay(name: str, observations: Sequence[Observation]) -> dict[str, np.ndarray]:
     """Print the curves of one grid; returns the log ratios of each order's errors to those of the spread.
 
-    Each is of shape (divisions, 2): a mean over the numbers of cells past the cover, on what is left and held out.
+    Each has the shape (divisions, 2): means over the numbers of cells past the cover, on the cells left and held out.
     """
     return print_curves(name, observations, [trace_orders(observations, seed=seed) for seed in range(DIVISIONS)])
 
@@ -181,13 +181,13 @@ def print_curves(
     print(f"\n{name}: {len(grid.pool)} cells in the pool, {len(grid.held_out)} held out, a cover takes {cover}")
     print("| order | " + " | ".join(f"{count} cells" for count in grid.counts) + " |")
     print("|---|" + "---|" * len(grid.counts))
-    curves = {label: np.array([one[label] for one in divisions]) for label in divisions[0]}
-    for label, found in curves.items():
-        means = found.mean(axis=0) * 100
+    curves = {label: np.array([division[label] for division in divisions]) for label in divisions[0]}
+    for label, errors in curves.items():
+        means = errors.mean(axis=0) * 100
         print(f"| {label} | " + " | ".join(f"{left:.1f} / {held:.1f}" for left, held in means) + " |", flush=True)
-    differ = [place for place, count in enumerate(grid.counts) if count > max(cover, FEWEST_TO_FIT)]
-    logs = {label: np.log(found)[:, differ].mean(axis=1) for label, found in curves.items()}
-    return {label: found - logs["spread"] for label, found in logs.items()}
+    past_cover = [place for place, count in enumerate(grid.counts) if count > max(cover, FEWEST_TO_FIT)]
+    logs = {label: np.log(errors)[:, past_cover].mean(axis=1) for label, errors in curves.items()}
+    return {label: log_errors - logs["spread"] for label, log_errors in logs.items()}
 
 
 def print_ratios(ratios: Sequence[dict[str, np.ndarray]]) -> None:
@@ -196,10 +196,10 @@ def print_ratios(ratios: Sequence[dict[str, np.ndarray]]) -> None:
     print("| order | cells not yet measured | held-out fifth |")
     print("|---|---|---|")
     for label in ratios[0]:
-        joined = np.concatenate([one[label] for one in ratios])
+        joined = np.concatenate([of_grid[label] for of_grid in ratios])
         means, errors = joined.mean(axis=0), joined.std(axis=0, ddof=1) / math.sqrt(len(joined))
-        told = [f"{np.exp(mean):.3f} ± {np.exp(mean) * error:.3f}" for mean, error in zip(means, errors, strict=True)]
-        print(f"| {label} | {told[0]} | {told[1]} |")
+        texts = [f"{np.exp(mean):.3f} ± {np.exp(mean) * error:.3f}" for mean, error in zip(means, errors, strict=True)]
+        print(f"| {label} | {texts[0]} | {texts[1]} |")
 
 
 if __name__ == "__main__":

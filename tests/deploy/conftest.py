@@ -5,17 +5,17 @@ import os
 import pwd
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from precision_time.tests.processes import free_port, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 START_S = 180.0
@@ -28,7 +28,7 @@ VARIABLE = re.compile(r"\$\$|\$\{([A-Z_][A-Z0-9_]*)(?::([-?])([^}]*))?\}")
 
 
 def fill_in(value: Any, settings: dict[str, str]) -> Any:
-    """``value`` with its variables filled in; raises ``KeyError`` for one that must be set and is not."""
+    """``value`` with its variables filled in; raises ``KeyError`` for a required variable that is not set."""
     if isinstance(value, dict):
         return {key: fill_in(item, settings) for key, item in value.items()}
     if isinstance(value, list):
@@ -36,8 +36,8 @@ def fill_in(value: Any, settings: dict[str, str]) -> Any:
     if not isinstance(value, str):
         return value
 
-    def replace(found: re.Match[str]) -> str:
-        name, kind, text = found.groups()
+    def replace(match: re.Match[str]) -> str:
+        name, kind, text = match.groups()
         if name is None:
             return "$"
         if settings.get(name):
@@ -56,16 +56,10 @@ def read_compose() -> dict[str, Any]:
 
 
 def image_environment() -> dict[str, str]:
-    """What the Dockerfile sets for every container of the image, the path aside."""
+    """The variables that the Dockerfile sets for every container of the image, except the path."""
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.removeprefix("ENV ").split() for line in text.splitlines() if line.startswith("ENV ")]
     return {key: value for line in lines for key, _, value in (pair.partition("=") for pair in line) if key != "PATH"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Team:
@@ -82,7 +76,7 @@ class Team:
         self.database_folder: Path | None = None
 
     def localise(self, text: str) -> str:
-        """``text`` with what stands for something inside a container replaced by what it is here."""
+        """``text`` with hosts, ports and folders inside containers replaced by those of this machine."""
         text = re.sub(r"//(server|dask-scheduler):", "//127.0.0.1:", text).replace("0.0.0.0", "127.0.0.1")
         for port, here in self.ports.items():
             text = re.sub(rf"\b{port}\b", str(here), text)
@@ -92,12 +86,13 @@ class Team:
         return re.sub(r"^/data\b", str(self.data), text)
 
     def environment(self, service: str | None = None) -> dict[str, str]:
-        """The environment of a service, or without a name that of somebody with the image and no settings."""
-        given = {} if service is None else fill_in(self.compose["services"][service].get("environment", {}), SETTINGS)
-        values = image_environment() | {key: value for key, value in given.items() if value is not None}
+        """The environment of a service; without a name, that of the image alone."""
+        configured = {} if service is None else self.compose["services"][service].get("environment", {})
+        configured = fill_in(configured, SETTINGS)
+        values = image_environment() | {key: value for key, value in configured.items() if value is not None}
         values = {key: "127.0.0.1" if value == "postgres" else self.localise(value) for key, value in values.items()}
         path = os.pathsep.join([str(Path(sys.executable).parent), *map(str, postgresql_folder()), os.defpath])
-        # what no container shares: the worker's health check listens on a port of the machine
+        # In containers the worker's health check has its own port 8080; here it needs a free port.
         return values | {"PATH": path, "PREFECT_WORKER_WEBSERVER_PORT": str(self.ports["8080"]), "OMP_NUM_THREADS": "1"}
 
     def command(self, service: str) -> list[str]:
@@ -121,11 +116,12 @@ class Team:
 
     def wait_until_healthy(self, service: str) -> None:
         test = self.compose["services"][service].get("healthcheck", {}).get("test")
-        deadline = time.monotonic() + START_S
-        while test is not None and self.check(service, test) != 0:
+
+        def is_healthy() -> bool:
             assert self.running[service].poll() is None, self.log(service)[-3000:]
-            assert time.monotonic() < deadline, self.log(service)[-3000:]
-            time.sleep(0.5)
+            return test is None or self.check(service, test) == 0
+
+        wait_for(is_healthy, seconds=START_S, what=f"a healthy {service}", poll_s=0.5)
 
     def check(self, service: str, test: list[str]) -> int:
         assert test[0] == "CMD"
@@ -146,7 +142,7 @@ class Team:
         )
 
     def database_command(self) -> list[str]:
-        """Make the database that the image's first start makes, and say how to start it."""
+        """Create the database as the image does at its first start, and return the command that starts it."""
         service = fill_in(self.compose["services"]["postgres"]["environment"], SETTINGS)
         user = {"user": "postgres", "group": "postgres", "extra_groups": []} if is_root() else {}
         self.database_folder = Path(tempfile.mkdtemp(prefix="postgres-"))
@@ -183,7 +179,7 @@ class Team:
         return ["postgres", "-D", f"{folder}/data", *options.split()]
 
     def ask_database(self, statement: str, *, database: str = "prefect") -> str:
-        """What psql answers, without decoration."""
+        """The answer of psql, without headings and alignment."""
         done = self.run(
             "postgres", "psql", "--host", "127.0.0.1", "--port", str(self.ports["5432"]), "--username", "prefect",
             "--dbname", database, "--no-align", "--tuples-only", "--command", statement,
@@ -210,13 +206,13 @@ def is_root() -> bool:
 
 
 def postgresql_folder() -> list[Path]:
-    """Debian keeps the server's programs off the path."""
+    """Where Debian keeps the server's programs, which are not on the path."""
     return sorted(Path("/usr/lib/postgresql").glob("*/bin"))[-1:]
 
 
 @pytest.fixture(scope="session")
 def deploy() -> Path:
-    """The folder of what is tried here."""
+    """The folder with the files under test."""
     return DEPLOY
 
 

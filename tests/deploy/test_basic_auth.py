@@ -1,4 +1,4 @@
-"""The login of team mode: who has none is told so, who has it gets through, and nobody reads it in a log."""
+"""The login of team mode: it is required and accepted, a command without it says so, and no log contains it."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_the_api_answers_only_to_the_login(team, secrets) -> None:
     assert ask() == 401
     assert ask(auth=(user, "guess")) == 401
     assert ask(auth=(user, password)) == 200
-    # what a load balancer asks
+    # This is the address that a load balancer checks.
     assert httpx.get(f"{team.url}/health", timeout=30).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml as a careful reader checks it: no start without the secrets, nothing open to the network."""
+"""docker-compose.yml: no start without secrets, nothing open to the network, settings that Prefect and Dask know."""
 
 import itertools
 import re
@@ -16,16 +16,16 @@ def services(compose, fill, secrets):
 
 
 def example(deploy) -> dict[str, str]:
-    """The variables of .env.example that stand without a comment sign."""
+    """The variables of .env.example that are not commented out."""
     lines = (deploy / ".env.example").read_text(encoding="utf-8").splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 def test_services_refuse_to_start_while_the_example_is_not_filled_in(compose, fill, deploy) -> None:
-    given = example(deploy)
-    empty = {name for name, value in given.items() if not value}
+    variables = example(deploy)
+    empty = {name for name, value in variables.items() if not value}
     assert empty == {"POSTGRES_PASSWORD", "PREFECT_AUTH_STRING"}
-    whole = {name: value or "x" for name, value in given.items()}
+    whole = {name: value or "x" for name, value in variables.items()}
     fill(compose["services"], whole)
     for name in [*sorted(empty), "PREFECT_URL"]:
         with pytest.raises(KeyError, match=f"{name}: .*env.example"):
@@ -41,7 +41,7 @@ def test_every_variable_of_the_file_is_in_the_example(compose, deploy) -> None:
     }  # fmt: skip
     offered = set(re.findall(r"^#?([A-Z_]+)=", (deploy / ".env.example").read_text(encoding="utf-8"), re.MULTILINE))
     assert named | passed_on <= offered
-    # these are Compose's own
+    # These two are Compose's own.
     assert offered - named - passed_on == {"COMPOSE_PROFILES", "COMPOSE_FILE"}
 
 

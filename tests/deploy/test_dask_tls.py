@@ -1,4 +1,4 @@
-"""Dask over TLS with the script's certificates: who has one measures, who has none is refused."""
+"""Dask over TLS with the script's certificates: a client with a certificate measures, others are refused."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def cluster(make_team, deploy):
 
 @pytest.fixture(scope="module")
 def client_settings(cluster, deploy):
-    """What .env.example says a campaign needs, with the folder of this machine."""
+    """The settings of a campaign in .env.example, with the folder of this machine."""
     lines = re.findall(r"^#(DASK_\w+)=(.+)$", (deploy / ".env.example").read_text(encoding="utf-8"), re.MULTILINE)
     assert {name.rsplit("__", 1)[1] for name, _ in lines} == {"CA_FILE", "CERT", "KEY"}
     return {name: cluster.localise(value) for name, value in lines}
@@ -58,19 +58,18 @@ def test_a_campaign_with_a_certificate_measures_over_tls(cluster, client_setting
 def test_a_client_without_a_certificate_is_refused(cluster) -> None:
     done = run_campaign(cluster)
     assert done.returncode == 2
-    assert "the cluster wants TLS" in done.stderr
+    assert "the cluster requires TLS" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(cluster.data.glob("refused/**/*.parquet"))
 
 
 def test_a_certificate_of_another_authority_is_refused(cluster, client_settings, deploy, tmp_path) -> None:
     subprocess.run([deploy / "make_certificates.sh", tmp_path / "other"], check=True, capture_output=True)
-    # it trusts the scheduler, and is not trusted itself
-    own = {name: value for name, value in client_settings.items() if name.endswith("CA_FILE")}
-    other = {"CERT": tmp_path / "other" / "client.pem", "KEY": tmp_path / "other" / "client-key.pem"}
-    done = run_campaign(
-        cluster, **own, **{f"DASK_DISTRIBUTED__COMM__TLS__CLIENT__{name}": str(path) for name, path in other.items()}
-    )
+    # It trusts the scheduler's authority, and the scheduler does not trust its own.
+    settings = {name: value for name, value in client_settings.items() if name.endswith("CA_FILE")}
+    for name, file in (("CERT", "client.pem"), ("KEY", "client-key.pem")):
+        settings[f"DASK_DISTRIBUTED__COMM__TLS__CLIENT__{name}"] = str(tmp_path / "other" / file)
+    done = run_campaign(cluster, **settings)
     assert done.returncode == 2, done.stderr
     assert "no scheduler answers" in done.stderr
     assert not list(cluster.data.glob("refused/**/*.parquet"))

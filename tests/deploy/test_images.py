@@ -1,4 +1,4 @@
-"""The Dockerfiles without Docker: what they copy is there and enough, what they install and run exists."""
+"""The Dockerfiles without Docker: the files they copy are there and enough, and what they install and run exists."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ FILES = ("Dockerfile", "Dockerfile.cuda")
 
 
 def read_lines(name: str) -> list[tuple[str, str]]:
-    """The instructions of a Dockerfile with what follows each, continued lines joined."""
+    """The instructions of a Dockerfile, each with its arguments, continued lines joined."""
     text = (ROOT / "deploy" / name).read_text(encoding="utf-8")
     joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
@@ -27,7 +27,7 @@ def values(name: str, instruction: str) -> list[str]:
 
 
 def sent_files(name: str) -> list[Path]:
-    """What a build is sent: the tracked files that the ignore file lets through."""
+    """The files that a build is sent: the tracked files that the ignore file lets through."""
     rules = (ROOT / "deploy" / f"{name}.dockerignore").read_text(encoding="utf-8").splitlines()
     assert [rule for rule in rules if rule and rule[0] not in "#!"] == ["*", "**/__pycache__"]
     named = [rule[1:] for rule in rules if rule.startswith("!")]
@@ -48,7 +48,7 @@ def test_bases_are_pinned_and_the_container_runs_as_nobody_of_the_host(name: str
     assert re.match(r"\d+\.\d+\.\d+-", tag)
     user = values(name, "USER")
     assert user == ["10001"]
-    # nothing is changed as another user afterwards
+    # Nothing follows that would run as another user.
     assert [word for word, _ in read_lines(name)][-3:] == ["USER", "WORKDIR", "CMD"]
 
 
@@ -86,7 +86,7 @@ def test_pip_is_held_to_the_pins_and_leaves_no_cache(name: str) -> None:
     assert len(installs) == 2
     assert all("--no-cache-dir" in line for line in installs)
     assert "--constraint constraints.txt" in installs[0]
-    # the second adds the package alone
+    # The second installs the package alone.
     assert "--no-deps --no-build-isolation" in installs[1]
     copies = values(name, "COPY")
     assert copies[0].split() == ["pyproject.toml", "constraints.txt", "deploy/list_requirements.py", "./"]

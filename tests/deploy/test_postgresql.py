@@ -23,11 +23,11 @@ CAMPAIGN = {
 def test_a_run_of_the_deployment_is_done_by_the_worker_and_kept_in_postgresql(team, secrets) -> None:
     login = tuple(secrets["PREFECT_AUTH_STRING"].split(":"))
     with httpx.Client(base_url=team.url, auth=login, timeout=30) as client:
-        found = client.post("/deployments/filter", json={"flows": {"name": {"any_": ["profiling-campaign"]}}}).json()
-        assert len(found) == 1
+        by_flow = {"flows": {"name": {"any_": ["profiling-campaign"]}}}
+        (deployment,) = client.post("/deployments/filter", json=by_flow).json()
         spec = CAMPAIGN | {"data": "from-the-worker"}
-        asked = {"parameters": {"spec": spec}, "state": {"type": "SCHEDULED"}}
-        run = client.post(f"/deployments/{found[0]['id']}/create_flow_run", json=asked).raise_for_status().json()
+        body = {"parameters": {"spec": spec}, "state": {"type": "SCHEDULED"}}
+        run = client.post(f"/deployments/{deployment['id']}/create_flow_run", json=body).raise_for_status().json()
         deadline = time.monotonic() + WAIT_S
         while run["state_type"] not in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}:
             assert time.monotonic() < deadline, (run["state"], team.log("worker")[-3000:])
@@ -48,7 +48,7 @@ def test_two_campaigns_at_once_both_end_well(team) -> None:
             subprocess.Popen(
                 ["precision-time", "campaign", str(file), "--json"],
                 cwd=team.data,
-                # beside each other on purpose: each has a local cluster on the same cores
+                # They run at once on purpose: each has a local cluster on the same cores.
                 env=team.environment("worker") | {"PRECISION_TIME_LOCKS": "off"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture(scope="module")
 def s3():
-    """What a process needs to reach a bucket ``team`` on a mock S3 server; this process has it as well."""
+    """The environment that reaches a bucket ``team`` on a mock S3 server; this process has it as well."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -37,7 +37,7 @@ def s3():
 
 def test_timings_and_registry_on_s3_serve_the_whole_loop(team, s3, record, measure) -> None:
     data, registry = "s3://team/timings", "s3://team/registry"
-    # as if measured by others; what is measured here joins them
+    # As if others had measured these cells; the campaign below adds to them.
     record(data, measure(models=("vit_tiny", "bert_mini", "gpt2_mini")))
     spec = {
         "name": "s3", "models": ["mlp"], "precisions": ["fp32"], "gpus": [1], "batch_sizes": [4, 8, 16, 32],
@@ -55,9 +55,9 @@ def test_timings_and_registry_on_s3_serve_the_whole_loop(team, s3, record, measu
     assert trained.returncode == 0, trained.stderr
     assert Registry(registry).aliases("default") == {"champion": 1}
 
-    asked = ["precision-time", "predict", "--model", "bert_mini", "--precision", "fp32", "--batch-size", "16", "--gpu",
-             "A100-SXM4-80GB", "--artifact", f"{registry}/default@champion", "--json"]  # fmt: skip
-    predicted = team.run("worker", *asked, **s3)
+    question = "--model bert_mini --precision fp32 --batch-size 16 --gpu A100-SXM4-80GB --json"
+    artifact = f"{registry}/default@champion"
+    predicted = team.run("worker", "precision-time", "predict", *question.split(), "--artifact", artifact, **s3)
     assert predicted.returncode == 0, predicted.stderr
     assert json.loads(predicted.stdout)["artifact_id"] == "default@1"
     for done in (measured, trained, predicted):

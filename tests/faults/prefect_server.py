@@ -1,14 +1,14 @@
-"""A Prefect server of the tests: started, killed, and looked into."""
+"""A Prefect server that tests start, kill and inspect."""
 
 import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from precision_time.tests.processes import free_port, wait_for
 
 __all__ = ["PrefectServer"]
 
@@ -16,7 +16,7 @@ START_S = 180.0
 
 
 class PrefectServer:
-    """``prefect server start`` on a port of its own, with a database that outlives it."""
+    """``prefect server start`` on a free port, with a database that outlives it."""
 
     def __init__(self, home: Path) -> None:
         self.environment = os.environ | {
@@ -25,9 +25,7 @@ class PrefectServer:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         }
         self.environment.pop("PREFECT_API_URL", None)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/api"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -41,17 +39,18 @@ class PrefectServer:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        deadline = time.monotonic() + START_S
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
+
+        def answers() -> bool:
+            assert self.process is not None
             assert self.process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server did not answer in time"
-            time.sleep(0.3)
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return False
+
+        wait_for(answers, seconds=START_S, what="an answer of the server", poll_s=0.3)
 
     def assert_caught_up(self, *, cells: int) -> None:
-        """The run and its tasks have ended well, the table is full, and the bar at its end."""
+        """The run and its tasks are Completed, the table is full, and the bar at its end."""
         from prefect.client.orchestration import get_client
         from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
         from prefect.settings import PREFECT_API_URL, temporary_settings

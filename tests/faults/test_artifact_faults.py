@@ -1,4 +1,4 @@
-"""Artifacts in other processes: fetched, cached, killed in the middle, and asked for when the registry is gone."""
+"""Artifacts in other processes: fetched, cached, killed while fetching, and used when the registry does not answer."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[],
 
 
 def ask(*options: str, **environment: str) -> tuple[int, dict[str, object]]:
-    """Exit code and JSON answer of the command in a process of its own; for an error its code under ``code``."""
+    """Exit code and JSON answer of the command in a new process; for an error its stderr under ``error``."""
     done = subprocess.run(
         [sys.executable, "-m", "precision_time", *ASKED, "--json", *options],
         env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False,
@@ -73,9 +73,9 @@ def test_what_was_published_to_s3_answers_in_new_processes_also_when_the_server_
     assert f"default@1: loaded from {url} (its files from the local cache)" in again["reasons"]
 
     s3()
-    code, kept = ask(PRECISION_TIME_ARTIFACT=reference)
-    assert (code, kept["artifact_id"], kept["iteration_time_s"]) == (0, "default@1", first["iteration_time_s"])
-    assert any(reason.startswith(f"default@1: the registry {url} did not answer") for reason in kept["reasons"])
+    code, cached = ask(PRECISION_TIME_ARTIFACT=reference)
+    assert (code, cached["artifact_id"], cached["iteration_time_s"]) == (0, "default@1", first["iteration_time_s"])
+    assert any(reason.startswith(f"default@1: the registry {url} did not answer") for reason in cached["reasons"])
     code, refused = ask("--artifact", reference, "--refresh")
     assert code == 2
     assert "no newer artifact could be looked for" in str(refused)
@@ -85,7 +85,7 @@ def test_what_was_published_to_s3_answers_in_new_processes_also_when_the_server_
     code, bundled = ask("--artifact", "bundled")
     assert (code, str(bundled["artifact_id"]).partition("@")[0]) == (0, "bundled")
 
-    # Damaged and unreachable: no answer rather than another one.
+    # With a damaged cache and no registry there is no answer, not another artifact's.
     trees = next((tmp_path / "home").rglob("trees.npz"))
     trees.write_bytes(trees.read_bytes()[:-1])
     assert ask("--artifact", reference)[0] == 2

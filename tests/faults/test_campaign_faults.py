@@ -1,125 +1,21 @@
 """Campaigns that are killed, interrupted, poisoned, or have nowhere to write: real processes, real signals."""
 
-import contextlib
 import ctypes
 import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import psutil
 import pytest
 
 from precision_time.flows.clusters.scratch import PREFIX
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.faults.marked_processes import WAIT_S, Campaign, assert_whole
 from precision_time.tests.faults.prefect_server import PrefectServer
 
 pytestmark = pytest.mark.faults
-
-MARK = "PRECISION_TIME_TEST_MARK"
-WAIT_S = 180
-
-FILE = """\
-name: faults
-models: {models}
-precisions: [fp32, amp_bf16]
-gpus: {gpus}
-batch_sizes: [4]
-device: cpu
-data: {data}
-warmup_steps: 3
-measured_steps: 5
-seconds_per_cell: 5s
-timeout_per_cell: 2m
-"""
-
-
-class Campaign:
-    """A campaign file, and the processes of its command: every descendant carries a mark in its environment."""
-
-    def __init__(self, folder: Path, prefect_home: Path) -> None:
-        self.folder = folder
-        self.data = folder / "data"
-        self.mark = uuid.uuid4().hex
-        self.environment = os.environ | {MARK: self.mark, "PREFECT_HOME": str(prefect_home), "PYTHONPATH": str(folder)}
-        self.environment.pop("PREFECT_API_URL", None)
-
-    def write(self, *, models: str = "[mlp]", gpus: str = "[1, 2]") -> None:
-        text = FILE.format(models=models, gpus=gpus, data=json.dumps(str(self.data)))
-        (self.folder / "campaign.yaml").write_text(text, encoding="utf-8")
-
-    def start(self, preexec: Callable[[], None] | None = None) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "precision_time", "campaign", "campaign.yaml", "--json"],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=preexec,
-        )
-
-    def wait_for_cells(self, process: "subprocess.Popen[str]", count: int) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not self.data.exists() or len(TimingsDataset(str(self.data)).recorded_cells()) < count:
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline, "no cell was recorded in time"
-            time.sleep(0.2)
-
-    def wait_for_rank(self) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not any("precision_time.tasks.ranks.rank" in " ".join(command) for command in self.living()):
-            assert time.monotonic() < deadline, "no rank was started in time"
-            # Each look reads the environment of every process.
-            time.sleep(0.2)
-
-    def living(self) -> list[list[str]]:
-        """The command lines of the processes of this campaign that are still alive; a zombie is not."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    found.append(process.cmdline())
-        return found
-
-    def assert_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 30
-        while self.living() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert self.living() == []
-
-
-@pytest.fixture(scope="module")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prefect")
-
-
-@pytest.fixture
-def campaign(tmp_path: Path, prefect_home: Path) -> Iterator[Campaign]:
-    campaign = Campaign(tmp_path, prefect_home)
-    yield campaign
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == campaign.mark:
-                process.kill()
-
-
-def assert_whole(data: Path, *, cells: int) -> None:
-    """Every cell has all of its rows once, and one outcome says that it was recorded."""
-    dataset = TimingsDataset(str(data))
-    rows = dataset.read().select(["cell_id", "rank", "step", "is_warmup"]).to_pylist()
-    assert len({row["cell_id"] for row in rows}) == cells
-    assert max(Counter(tuple(row.values()) for row in rows).values()) == 1
-    recorded = [outcome.cell_id for outcome in dataset.outcomes() if outcome.status == "recorded"]
-    assert len(recorded) == len(set(recorded))
 
 
 def test_a_killed_campaign_leaves_no_process_and_goes_on_where_it_stopped(campaign: Campaign) -> None:
@@ -159,7 +55,7 @@ def test_a_campaign_in_which_nothing_can_run_starts_no_cluster_and_says_so(campa
     assert {cell["cause"] for cell in result["failed"]} == {"strategy-unsupported"}
     error = json.loads(err.splitlines()[-1])
     assert error["code"] == "E-PARTIAL"
-    assert error["got"].startswith("nothing is left to measure: what has no timings was refused")
+    assert error["got"].startswith("nothing is left to measure: the cells without timings were refused")
     assert len(TimingsDataset(str(campaign.data)).outcomes()) == len(result["failed"]) == 4
 
 
@@ -193,10 +89,10 @@ def test_other_settings_are_refused_with_the_difference_and_measure_nothing(
     process = campaign.start()
     out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out) == (2, "")
-    said = err.splitlines()[-1]
-    assert "warmup_steps" in said
-    assert "3" in said
-    assert "9" in said
+    message = err.splitlines()[-1]
+    assert "warmup_steps" in message
+    assert "3" in message
+    assert "9" in message
     assert TimingsDataset(str(campaign.data)).read().equals(before)
 
 
@@ -225,7 +121,7 @@ def allow_no_file_to_grow() -> None:
 
 
 def obey_file_modes() -> None:
-    """Without this capability root obeys them too; for anyone else the call fails and changes nothing."""
+    """Without this capability root obeys file modes too; for other users the call fails and changes nothing."""
     pr_capbset_drop, cap_dac_override = 24, 1
     ctypes.CDLL(None).prctl(pr_capbset_drop, cap_dac_override)
 

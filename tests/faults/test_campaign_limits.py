@@ -1,29 +1,28 @@
 """Campaigns that are stopped twice, cancelled, or lose Prefect's server: the data stays whole and no rank is left."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.faults.marked_processes import RANKS, WAIT_S, Campaign, assert_whole
 from precision_time.tests.faults.prefect_server import PrefectServer
-from precision_time.tests.faults.test_campaign_faults import MARK, WAIT_S, Campaign, assert_whole
+from precision_time.tests.processes import wait_for
 
 pytestmark = pytest.mark.faults
 
-#: Ranks of a cancelled run are gone within seconds; a busy machine gets some more.
+#: Ranks of a cancelled run end within seconds; a busy machine gets some more.
 CANCELLED_S = 20.0
 #: A rank that would take an hour, beside good ones.
 SLOW_MODEL = "import time\n\n\ndef make():\n    time.sleep(3600)\n"
-#: A rank on a machine whose counters say that others take all of it (a real scheduler leaves it short, whole bursts).
+#: A rank whose counters say that others use all of the CPU; a real scheduler would still give it bursts.
 CROWDED_MODEL = """\
 import dataclasses
 
@@ -44,29 +43,6 @@ def make():
 """
 
 
-@pytest.fixture(scope="module")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prefect")
-
-
-@pytest.fixture
-def campaign(tmp_path: Path, prefect_home: Path) -> Iterator[Campaign]:
-    campaign = Campaign(tmp_path, prefect_home)
-    yield campaign
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == campaign.mark:
-                process.kill()
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[PrefectServer]:
-    server = PrefectServer(tmp_path / "server")
-    server.start()
-    yield server
-    server.stop()
-
-
 def test_a_second_ctrl_c_stops_the_cell_under_way_and_blames_it_for_nothing(campaign: Campaign) -> None:
     (campaign.folder / "slow.py").write_text(SLOW_MODEL, encoding="utf-8")
     campaign.write(models="[slow:make]", gpus="[1]")
@@ -75,7 +51,7 @@ def test_a_second_ctrl_c_stops_the_cell_under_way_and_blames_it_for_nothing(camp
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(3)
     assert process.poll() is None, "one Ctrl-C lets the cell under way finish"
-    assert any("precision_time.tasks.ranks.rank" in " ".join(command) for command in campaign.living())
+    assert campaign.living(RANKS)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, err
@@ -171,14 +147,13 @@ def test_a_run_cancelled_on_its_page_ends_its_ranks_and_is_shown_as_cancelled(
         run = client.create_flow_run_from_deployment(deployment, parameters={"spec": spec})
         campaign.wait_for_rank()
         client.set_flow_run_state(run.id, Cancelling())
-        deadline = time.monotonic() + CANCELLED_S
-        while any("precision_time.tasks.ranks.rank" in " ".join(command) for command in campaign.living()):
-            assert time.monotonic() < deadline, "the rank is still there"
-            time.sleep(0.1)
-        deadline = time.monotonic() + WAIT_S
-        while not (state := client.read_flow_run(run.id).state) or not state.is_final():
-            assert time.monotonic() < deadline, "the run did not end"
-            time.sleep(0.5)
+        wait_for(lambda: not campaign.living(RANKS), seconds=CANCELLED_S, what="the end of the rank", poll_s=0.1)
+
+        def read_end() -> Any:
+            state = client.read_flow_run(run.id).state
+            return state if state and state.is_final() else None
+
+        state = wait_for(read_end, seconds=WAIT_S, what="the end of the run")
         assert state.is_cancelled(), state
     worker.send_signal(signal.SIGINT)
     worker.wait(timeout=WAIT_S)

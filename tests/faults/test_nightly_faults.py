@@ -1,10 +1,9 @@
-"""Retraining that is left alone, against a real Prefect server: what replaces a champion, and what is watched."""
+"""Unattended retraining with a real Prefect server: what replaces a champion, and what automations watch."""
 
 import contextlib
 import json
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,6 +14,7 @@ import pytest
 
 from precision_time.storage.registry import Registry
 from precision_time.tests.faults.prefect_server import PrefectServer
+from precision_time.tests.processes import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -53,21 +53,13 @@ def client_of(server: PrefectServer) -> Iterator[Any]:
 
     with temporary_settings({PREFECT_API_URL: server.url}), get_client(sync_client=True) as client:
         yield client
-        # What this process emitted goes out while the server lives: whoever drains the worker later waits for ever.
+        # Send this process's events while the server runs: a later drain of the worker would wait for ever.
         EventsWorker.drain_all(timeout=WAIT_S)
 
 
 def events(client: Any, prefix: str) -> list[dict[str, Any]]:
     answer = client.request("POST", "/events/filter", json={"filter": {"event": {"prefix": [prefix]}}, "limit": 50})
     return answer.json()["events"]
-
-
-def wait_until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"{what} did not happen in time"
-        time.sleep(0.5)
-    return found
 
 
 def slow_down(rows, factor: float):
@@ -95,12 +87,12 @@ def test_a_better_challenger_replaces_the_champion_a_worse_one_does_not_and_a_ro
         capsys.readouterr()
         with client_of(server):
             code = run_command(["retrain", "--data", data, "--registry", registry, "--json"])
-        said = capsys.readouterr()
-        assert said.out, said.err
-        return code, json.loads(said.out)
+        printed = capsys.readouterr()
+        assert printed.out, printed.err
+        return code, json.loads(printed.out)
 
     def in_use() -> str:
-        # A process keeps the artifact that it has loaded, so each question has one of its own.
+        # A process keeps the artifact that it has loaded, so each question gets a new process.
         done = run(
             "-m", "precision_time", "predict", "--model", "vit_tiny", "--precision", "fp32", "--batch-size", "16",
             "--artifact", f"{registry}/default@champion", "--json",
@@ -115,19 +107,19 @@ def test_a_better_challenger_replaces_the_champion_a_worse_one_does_not_and_a_ro
     record(data, measure(models=("vit_tiny", "bert_mini")))
     code, better = retrain()
     assert (code, better["status"], better["artifact_id"]) == (0, "published", "default@2")
-    judged = {one["what"]: one for one in better["decision"]["comparisons"]}
+    judged = {comparison["what"]: comparison for comparison in better["decision"]["comparisons"]}
     assert judged["new rows"]["challenger"] < judged["new rows"]["champion"]
     assert in_use() == "default@2"
 
-    # Garbage: the same configurations, each off by another factor, so that learning from it makes answers worse.
+    # The same configurations, each off by another factor: training on them makes predictions worse.
     record(data, measure(models=("mlp", "vit_tiny", "bert_mini"), noise=1.0, seed=5))
     code, worse = retrain()
     assert (code, worse["status"], worse["artifact_id"]) == (3, "held back", "default@2")
-    assert [one["what"] for one in worse["decision"]["comparisons"] if one["worse"]]
+    assert [comparison["what"] for comparison in worse["decision"]["comparisons"] if comparison["worse"]]
     assert any("the champion's" in reason and ": worse" in reason for reason in worse["reasons"])
     assert in_use() == "default@2"
     assert Registry(registry).versions("default") == [1, 2]
-    # The same data, champion and settings: nothing to be judged again, by hand or by night.
+    # With the same data, champion and settings nothing is judged again, by hand or by night.
     code, again = retrain()
     assert (code, again["status"], again["artifact_id"]) == (0, "nothing new", "default@2")
     assert again["reasons"] == ["held back before on the same data, because " + "; ".join(worse["reasons"])]
@@ -180,9 +172,10 @@ def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
         record(data, slow_down(measure(models=("mlp",), seed=3), 2.0))
         drifted = night()
         assert drifted["drift"]["verdict"] == "drifting"
-        wait_until(lambda: events(client, "precision-time.predictor.drifting"), "the event of a drift")
-        seen = {event["event"].rpartition(".")[2] for event in events(client, "precision-time.predictor.")}
-        assert {"published", "nothing-new", "night-ended", "drifting"} <= seen
+        drifting = "precision-time.predictor.drifting"
+        wait_for(lambda: events(client, drifting), seconds=WAIT_S, what="the event of a drift")
+        names = {event["event"].rpartition(".")[2] for event in events(client, "precision-time.predictor.")}
+        assert {"published", "nothing-new", "night-ended", "drifting"} <= names
         old = nightly_retrain(NightlySpec(data=data, registry=registry, stale_after_days=1e-6))
         assert old.stale is not None
 
@@ -191,8 +184,10 @@ def test_nights_say_by_events_what_they_did_and_a_drift_sets_off_its_automation(
                 event["resource"]["prefect.resource.name"] for event in events(client, "prefect.automation.triggered")
             ]
 
-        wait_until(lambda: AUTOMATIONS["drifting"] in triggered(), "the automation of a drift")
-        wait_until(lambda: AUTOMATIONS["stale"] in triggered(), "the automation of a predictor that is stale")
+        wait_for(lambda: AUTOMATIONS["drifting"] in triggered(), seconds=WAIT_S, what="the automation of a drift")
+        wait_for(
+            lambda: AUTOMATIONS["stale"] in triggered(), seconds=WAIT_S, what="the automation of a stale predictor"
+        )
         assert triggered().count(AUTOMATIONS["drifting"]) == 1
         assert AUTOMATIONS["silent"] not in triggered()
 
@@ -216,26 +211,27 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
         deployment = client.create_deployment(flow_id, name="nightly-retrain")
         ids = {"nightly-retrain/nightly-retrain": deployment}
 
-        def standing() -> dict[str, Any]:
-            return {one.name: one for one in client.read_automations() if one.name in AUTOMATIONS.values()}
+        def registered() -> dict[str, Any]:
+            automations = {automation.name: automation for automation in client.read_automations()}
+            return {name: automations[name] for name in automations.keys() & set(AUTOMATIONS.values())}
 
         assert set(register_automations(deployment_ids=ids)) == set(AUTOMATIONS.values())
-        first = standing()
+        first = registered()
         assert not first[AUTOMATIONS["dead"]].enabled
         register_automations(deployment_ids=ids)
-        assert standing() == first
+        assert registered() == first
 
-        # What a person chose stays, the period too; the rest of a trigger is brought up to date.
+        # A person's choices stay, the period too; the rest of a trigger is updated.
         client.pause_automation(first[AUTOMATIONS["drifting"]].id)
         silence = first[AUTOMATIONS["silent"]]
         edited = silence.trigger.model_copy(update={"within": timedelta(days=9), "for_each": set()})
         client.update_automation(silence.id, AutomationCore(name=silence.name, trigger=edited, actions=silence.actions))
         register_automations(deployment_ids=ids)
-        kept = standing()[AUTOMATIONS["silent"]].trigger
-        assert (kept.within, kept.for_each) == (timedelta(days=9), {"prefect.resource.id"})
+        trigger = registered()[AUTOMATIONS["silent"]].trigger
+        assert (trigger.within, trigger.for_each) == (timedelta(days=9), {"prefect.resource.id"})
         register_automations(deployment_ids=ids, silent_after=timedelta(seconds=10), crash_dead_runs=True)
-        later = standing()
-        assert {name: one.id for name, one in later.items()} == {name: one.id for name, one in first.items()}
+        later = registered()
+        assert {name: later[name].id for name in later} == {name: first[name].id for name in first}
         assert not later[AUTOMATIONS["drifting"]].enabled
         assert later[AUTOMATIONS["dead"]].enabled
         assert later[AUTOMATIONS["silent"]].trigger.within == timedelta(seconds=10)
@@ -251,7 +247,7 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
                 {"prefect.resource.id": f"prefect.deployment.{deployment}", "prefect.resource.role": "deployment"}
             ],
         )
-        # Two predictors had a night, and one of them goes on: it does not speak for the other.
+        # Two predictors had a night, and only one of them goes on: the other one is silent.
         for predictor in ("quiet", "busy"):
             announce("night-ended", name=predictor, payload={})
         expected = {AUTOMATIONS[what] for what in ("failing", "silent", "dead")}
@@ -261,7 +257,7 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
             fired = events(client, "prefect.automation.triggered")
             return expected <= {event["resource"]["prefect.resource.name"] for event in fired}
 
-        wait_until(all_fired, "each automation")
+        wait_for(all_fired, seconds=WAIT_S, what="each automation")
         silent = [
             event["payload"]["triggering_labels"]["prefect.resource.id"]
             for event in events(client, "prefect.automation.triggered")
@@ -269,9 +265,8 @@ def test_automations_are_registered_once_and_watch_failures_silence_and_runs_tha
         ]
         assert "precision-time.predictor.quiet" in silent
         assert "precision-time.predictor.busy" not in silent
-        wait_until(
-            lambda: client.read_flow_run(dead.id).state.type == StateType.CRASHED, "the end of a run that is dead"
-        )
+        is_crashed = lambda: client.read_flow_run(dead.id).state.type == StateType.CRASHED  # noqa: E731
+        wait_for(is_crashed, seconds=WAIT_S, what="the end of a run that is dead")
 
 
 def test_the_script_for_teams_sets_both_periods_and_keeps_them_when_it_runs_again(

@@ -4,12 +4,9 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,37 +17,27 @@ import pytest
 from precision_time.storage.registry import Registry
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.process_ties import tied_command
+from precision_time.tests.faults.marked_processes import RANKS, MarkedProcesses
+from precision_time.tests.processes import free_port, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
-MARK = "PRECISION_TIME_TEST_MARK"
 START_S = 180.0
 RUN_S = 240.0
 CAMPAIGN = "profiling-campaign/profiling-campaign"
 NIGHTLY = "nightly-retrain/nightly-retrain"
 RETRAIN = "retrain-predictor/retrain-predictor"
 ROLL_BACK = "roll-back/roll-back"
-RANKS = "precision_time.tasks.ranks.rank"
 
 
-def wait_for(condition: Callable[[], Any], *, seconds: float, what: str) -> Any:
-    """What ``condition`` returns as soon as that is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
-        time.sleep(0.2)
-    return value
-
-
-class Stack:
-    """One ``up`` in a home of its own; all of its descendants carry a mark in their environment."""
+class Stack(MarkedProcesses):
+    """One ``up`` in a home of its own."""
 
     def __init__(self, home: Path) -> None:
+        super().__init__(PYTHONUNBUFFERED="1")
         self.home = home
         self.data = home / "precision-time-data"
         self.registry = home / "precision-time-registry"
-        self.mark = uuid.uuid4().hex
-        self.environment = os.environ | {MARK: self.mark, "PYTHONUNBUFFERED": "1"}
         self.process: subprocess.Popen[str] | None = None
         self.found: dict[str, Any] = {}
 
@@ -65,12 +52,9 @@ class Stack:
         )
 
     def start(self, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        up = [sys.executable, "-m", "precision_time", "up", "--home", str(self.home), "--port", str(port), "--json"]
+        up = [sys.executable, "-m", "precision_time", "up", "--home", str(self.home), "--port", str(free_port())]
         self.process = subprocess.Popen(
-            tied_command([*up, *options], stop=signal.SIGTERM, parent=os.getpid()),
+            tied_command([*up, "--json", *options], stop=signal.SIGTERM, parent=os.getpid()),
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=(self.home.parent / "up.err").open("a"),
@@ -92,9 +76,9 @@ class Stack:
     def run(self, name: str, /, **spec: Any) -> Any:
         """Start a run of a deployment, with some values of its spec replaced."""
         with self.client() as client:
-            found = client.read_deployment(self.found["deployments"][name])
-            parameters = {"spec": found.parameters["spec"] | spec}
-            return client.create_flow_run_from_deployment(found.id, parameters=parameters).id
+            deployment = client.read_deployment(self.found["deployments"][name])
+            parameters = {"spec": deployment.parameters["spec"] | spec}
+            return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
 
     def read(self, run: Any) -> Any:
         with self.client() as client:
@@ -104,8 +88,8 @@ class Stack:
         return wait_for(lambda: self._ended(run), seconds=RUN_S, what=f"the end of {run}")
 
     def _ended(self, run: Any) -> Any:
-        found = self.read(run)
-        return found if found.state.is_final() else None
+        flow_run = self.read(run)
+        return flow_run if flow_run.state.is_final() else None
 
     def runs(self, name: str) -> list[Any]:
         from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
@@ -124,7 +108,7 @@ class Stack:
             client.delete_deployment_schedule(self.found["deployments"][name], schedule)
 
     def miss(self, name: str, *, days: int) -> None:
-        """Make up the runs that the schedule of the last days would have started."""
+        """Create the runs that the schedule would have started in the last days."""
         now = datetime.now(UTC)
         span = {"start_time": (now - timedelta(days=days)).isoformat(), "end_time": now.isoformat(), "min_runs": days}
         with self.client() as client:
@@ -144,24 +128,11 @@ class Stack:
     def cells(self) -> set[str]:
         return set(TimingsDataset(str(self.data)).recorded_cells()) if self.data.exists() else set()
 
-    def living(self, *words: str) -> list[str]:
-        """The command lines of this stack's processes that are alive and hold ``words``; a zombie is not."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    line = " ".join(process.cmdline())
-                    found += [line] if all(word in line for word in words) else []
-        return found
-
     def worker(self) -> psutil.Process:
         assert self.process is not None
         children = psutil.Process(self.process.pid).children()
-        (found,) = [child for child in children if "worker start" in " ".join(child.cmdline())]
-        return found
-
-    def assert_nothing_is_left(self) -> None:
-        wait_for(lambda: not self.living(), seconds=30, what="the end of all processes")
+        (process,) = [child for child in children if "worker start" in " ".join(child.cmdline())]
+        return process
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +140,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("operations") / "home")
     stack.start("--workers", "2")
     yield stack
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == stack.mark:
-                process.kill()
+    stack.kill_all()
 
 
 def test_a_second_up_says_what_runs_and_a_port_in_use_says_who_has_it(stack: Stack, tmp_path: Path) -> None:
@@ -189,11 +157,9 @@ def test_a_second_up_says_what_runs_and_a_port_in_use_says_who_has_it(stack: Sta
 
 
 def test_up_is_not_announced_when_its_dask_workers_do_not_start(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    home = str(tmp_path / "home")
     ended = subprocess.run(
-        [sys.executable, "-m", "precision_time", "up", "--home", str(tmp_path / "home"), "--port", port, "--json"],
+        [sys.executable, "-m", "precision_time", "up", "--home", home, "--port", str(free_port()), "--json"],
         env=os.environ | {"DASK_DISTRIBUTED__WORKER__PRELOAD": '["no_such_module"]'},
         capture_output=True, text=True, check=False, timeout=START_S,
     )  # fmt: skip
@@ -207,12 +173,12 @@ def test_up_is_not_announced_when_its_dask_workers_do_not_start(tmp_path: Path) 
 def test_the_doctor_finds_nothing_wrong_with_a_fresh_stack(stack: Stack) -> None:
     examined = stack.command("doctor", "--home", str(stack.home), "--json")
     report = json.loads(examined.stdout)
-    assert [found for found in report["findings"] if found["level"] == "problem"] == []
+    assert [finding for finding in report["findings"] if finding["level"] == "problem"] == []
     assert examined.returncode == 0
-    told = {found["topic"]: found["what"] for found in report["findings"]}
-    assert told["worker"].startswith("1 online")
-    assert told["deployments"] == "4 are there"
-    assert "2 workers" in told["dask"]
+    findings = {finding["topic"]: finding["what"] for finding in report["findings"]}
+    assert findings["worker"].startswith("1 online")
+    assert findings["deployments"] == "4 are registered"
+    assert "2 workers" in findings["dask"]
 
 
 def test_twelve_missed_nights_are_made_up_for_by_one_run(stack: Stack, measure: Any, record: Any) -> None:
@@ -287,14 +253,15 @@ def test_a_killed_worker_crashes_its_run_leaves_no_rank_and_the_next_run_resumes
         lambda: not stack.living(RANKS) and not stack.living("prefect.engine"), seconds=60, what="the end of ranks"
     )
     assert stack.wait(run).state.name == "Crashed"
-    kept = stack.cells()
-    assert 1 <= len(kept) < 4
+    recorded_before = stack.cells()
+    assert 1 <= len(recorded_before) < 4
 
     again = stack.wait(stack.run(CAMPAIGN, **spec))
     assert again.state.is_completed()
     assert stack.worker().pid != killed.pid
     assert len(stack.cells()) == 4
-    recorded = [seen.cell_id for seen in TimingsDataset(str(stack.data)).outcomes() if seen.status == "recorded"]
+    outcomes = TimingsDataset(str(stack.data)).outcomes()
+    recorded = [outcome.cell_id for outcome in outcomes if outcome.status == "recorded"]
     assert sorted(recorded) == sorted(stack.cells()), "a recorded cell was measured again"
 
 

@@ -1,4 +1,4 @@
-"""A Prefect server whose database is locked, and one that is off for a while: what goes on, and what is made up for."""
+"""A Prefect server whose database is locked, and a server that is off for a while: campaigns go on, nights catch up."""
 
 import contextlib
 import json
@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from precision_time.tests.faults.marked_processes import WAIT_S, Campaign, assert_whole
 from precision_time.tests.faults.prefect_server import PrefectServer
-from precision_time.tests.faults.test_campaign_faults import MARK, WAIT_S, Campaign, assert_whole
+from precision_time.tests.processes import wait_for
 
 pytestmark = pytest.mark.faults
 
@@ -23,27 +23,14 @@ NIGHT_S, OFF_NIGHTS = 5, 8
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[PrefectServer]:
-    server = PrefectServer(tmp_path / "server")
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def campaign(tmp_path: Path, server: PrefectServer) -> Iterator[Campaign]:
-    campaign = Campaign(tmp_path, tmp_path / "server")
+def campaign(campaign: Campaign, server: PrefectServer) -> Campaign:
     campaign.environment["PREFECT_API_URL"] = server.url
-    yield campaign
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == campaign.mark:
-                process.kill()
+    return campaign
 
 
 @contextlib.contextmanager
 def lock_database(home: Path) -> Iterator[None]:
-    """Nobody else may write, and none of the server's statements that would gets through."""
+    """Hold the database's write lock, so that no statement of the server can write."""
     connection = sqlite3.connect(home / "prefect.db", timeout=30, isolation_level=None)
     try:
         connection.execute("BEGIN EXCLUSIVE")
@@ -91,13 +78,11 @@ def test_times_for_which_a_server_that_was_off_made_no_run_are_listed_by_the_run
         server.environment[f"PREFECT_SERVER_SERVICES_SCHEDULER_{setting}"] = value
 
     def wait_for_runs(client: Any, *, after: datetime) -> list[Any]:
-        deadline = time.monotonic() + WAIT_S
-        while True:
+        def read_runs() -> list[Any]:
             runs = sorted(client.read_flow_runs(), key=lambda run: run.expected_start_time)
-            if runs and runs[-1].expected_start_time > after:
-                return runs
-            assert time.monotonic() < deadline, "the scheduler made no runs"
-            time.sleep(0.2)
+            return runs if runs and runs[-1].expected_start_time > after else []
+
+        return wait_for(read_runs, seconds=WAIT_S, what="the runs of the scheduler")
 
     with temporary_settings({PREFECT_API_URL: server.url}), contextlib.ExitStack() as last:
         last.callback(server.stop)
@@ -117,6 +102,6 @@ def test_times_for_which_a_server_that_was_off_made_no_run_are_listed_by_the_run
     caught_up = night.catch_up
     assert night.retraining.status == "too little data"
     assert len(caught_up.without_run) >= OFF_NIGHTS - 4
-    listed = sorted([*caught_up.without_run, *(one.scheduled_for for one in caught_up.skipped)])
+    listed = sorted([*caught_up.without_run, *(skipped.scheduled_for for skipped in caught_up.skipped)])
     assert listed == [first.expected_start_time + timedelta(seconds=NIGHT_S * (1 + n)) for n in range(len(listed))]
     assert len(json.loads(str(pages[0].data))) == len(listed)

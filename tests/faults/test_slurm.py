@@ -124,11 +124,11 @@ def answer(*command: str, environment: dict[str, str]) -> bytes:
     return subprocess.run(command, env=environment, capture_output=True, timeout=60).stdout
 
 
-def wait_for(holds: "object", folder: Path) -> None:
+def wait_for(condition: "object", folder: Path) -> None:
     deadline = time.monotonic() + 60
-    while not holds():  # type: ignore[operator]
-        said = "".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
-        assert time.monotonic() < deadline, said
+    while not condition():  # type: ignore[operator]
+        logs = "".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
+        assert time.monotonic() < deadline, logs
         time.sleep(0.2)
 
 
@@ -182,16 +182,16 @@ def test_the_workers_of_a_job_share_its_host_and_its_cores(
         assert len(jobs) == 4
         assert jobs[0] == jobs[1] != jobs[2] == jobs[3]
         assert {worker["nthreads"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()} == {1}
-        said = answer("scontrol", "--oneliner", "show", "job", jobs[0], environment=slurm).decode()
-        assert "NumTasks=1 CPUs/Task=2 " in said
-        assert "MinMemoryNode=573M" in said  # 600 MB
+        shown = answer("scontrol", "--oneliner", "show", "job", jobs[0], environment=slurm).decode()
+        assert "NumTasks=1 CPUs/Task=2 " in shown
+        assert "MinMemoryNode=573M" in shown  # 600 MB
         assert submitted(slurm) - before == 2
 
 
 def submitted(slurm: dict[str, str]) -> int:
     """How many jobs there have been."""
-    said = answer("scontrol", "--oneliner", "show", "job", environment=slurm).decode()
-    return max((int(line.split("JobId=")[1].split()[0]) for line in said.splitlines() if "JobId=" in line), default=0)
+    shown = answer("scontrol", "--oneliner", "show", "job", environment=slurm).decode()
+    return max((int(line.split("JobId=")[1].split()[0]) for line in shown.splitlines() if "JobId=" in line), default=0)
 
 
 def submit(slurm: dict[str, str], folder: Path, *, changes: dict[str, str] | None = None, **settings: str) -> str:
@@ -199,11 +199,11 @@ def submit(slurm: dict[str, str], folder: Path, *, changes: dict[str, str] | Non
     values = dict(line.split(": ", 1) for line in CAMPAIGN.format(data="data").splitlines()) | (changes or {})
     text = "".join(f"{key}: {value}\n" for key, value in values.items() if key not in ("cluster", "slurm"))
     (folder / "campaign.yaml").write_text(text, encoding="utf-8")
-    chosen = slurm | {
+    environment = slurm | {
         "VENV": sys.prefix, "WORKERS": "2", "INTERFACE": "lo", "PREFECT_HOME": str(folder / "prefect"), **settings,
     }  # fmt: skip
     command = ["sbatch", "--parsable", "--nodes", "1", DEPLOY / "slurm" / "campaign.sbatch", "campaign.yaml"]
-    done = subprocess.run(command, cwd=folder, env=chosen, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -212,8 +212,8 @@ def job_end(slurm: dict[str, str], job: str, log: Path) -> str:
     """The exit code of a job that Slurm has ended."""
     deadline = time.monotonic() + WAIT_S
     while True:
-        said = answer("scontrol", "--oneliner", "show", "job", job, environment=slurm).decode()
-        fields = dict(field.split("=", 1) for field in said.split() if "=" in field)
+        shown = answer("scontrol", "--oneliner", "show", "job", job, environment=slurm).decode()
+        fields = dict(field.split("=", 1) for field in shown.split() if "=" in field)
         if fields.get("JobState") not in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}:
             return fields["ExitCode"].split(":")[0]
         assert time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
@@ -229,11 +229,11 @@ def test_the_batch_script_measures_in_one_allocation_and_leaves_nothing_running(
     job = submit(slurm, tmp_path, PROTOCOL="tls", **tls)
     log = tmp_path / f"precision-time-{job}.log"
     assert job_end(slurm, job, log) == "0", log.read_text(errors="replace")[-3000:]
-    said = log.read_text(errors="replace")
-    assert "tls://127.0.0.1" in said
-    assert "tcp://" not in said
-    assert "Traceback" not in said
-    assert "workers came within" not in said  # all of them were there before the campaign
+    log_text = log.read_text(errors="replace")
+    assert "tls://127.0.0.1" in log_text
+    assert "tcp://" not in log_text
+    assert "Traceback" not in log_text
+    assert "workers started within" not in log_text  # all of them were there before the campaign
     assert len(TimingsDataset(str(tmp_path / "data")).recorded_cells()) == 2
     assert not list(tmp_path.glob("scheduler-*.json"))
     # nothing of the job is left: Slurm sets the variable for every process of it

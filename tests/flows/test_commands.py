@@ -1,4 +1,4 @@
-"""The commands campaign and probe: what they print where, their exit codes, and what they leave unloaded."""
+"""The commands campaign and probe: their output, their exit codes, and the libraries that they do not load."""
 
 import contextlib
 import json
@@ -43,9 +43,9 @@ def without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answer_with(result: CampaignResult, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_campaign(spec: CampaignSpec, *, report: Callable[[CampaignResult], None]) -> CampaignResult:
-        found = result.model_copy(update={"data": spec.data})
-        report(found)
-        return found
+        completed = result.model_copy(update={"data": spec.data})
+        report(completed)
+        return completed
 
     monkeypatch.setattr(campaign_flow, "run_campaign", run_campaign)
 
@@ -142,18 +142,18 @@ def test_a_campaign_with_failed_cells_ends_with_five_and_names_them(
 def test_a_campaign_that_a_limit_ended_ends_with_five_and_says_what_is_left(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[object] = []
+    options: list[object] = []
     result = make_result(recorded=1).model_copy(update={"failed": (), "ended_by": "max_cells 1", "cells_left": 3})
 
     def run_campaign(spec: CampaignSpec, *, report: Callable[[CampaignResult], None]) -> CampaignResult:
-        asked.extend([spec.max_hours, spec.max_cells, spec.max_failures, spec.budget_cells, spec.accept_changes])
+        options.extend([spec.max_hours, spec.max_cells, spec.max_failures, spec.budget_cells, spec.accept_changes])
         report(result)
         return result
 
     monkeypatch.setattr(campaign_flow, "run_campaign", run_campaign)
     limits = "--max-hours 2.5 --max-cells 1 --max-failures 7 --budget-cells 3 --accept-changes"
     assert run(["campaign", str(file), *limits.split()]) == 5
-    assert asked == [2.5, 1, 7, 3, True]
+    assert options == [2.5, 1, 7, 3, True]
     captured = capsys.readouterr()
     assert "ended by max_cells 1; 3 cells were not tried" in captured.out
     assert "ended by max_cells 1; 3 cells were not tried" in captured.err
@@ -193,27 +193,27 @@ def test_probe_prints_the_device_as_text_and_as_json(
 
 @pytest.fixture
 def timed(device: ProbeReport, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[tuple[str, int]], int, int]]:
-    """What a probe of a model on the made-up machine was asked to time: a second for 8 samples, bf16 a half."""
-    asked: list[tuple[str, list[tuple[str, int]], int, int]] = []
+    """The calls in which a model's probe timed settings on the made-up machine: 0.1 s for 8 samples, half in bf16."""
+    timings: list[tuple[str, list[tuple[str, int]], int, int]] = []
 
     def time_settings(
         model: str, settings: list[tuple[str, int]], *, report: ProbeReport, steps: int, rounds: int
     ) -> tuple[dict[tuple[str, int], list[float]], dict[tuple[str, int], str]]:
-        asked.append((model, list(settings), steps, rounds))
+        timings.append((model, list(settings), steps, rounds))
         return {(name, batch): [batch / 80 / (2 if name != "fp32" else 1)] * steps for name, batch in settings}, {}
 
     monkeypatch.setattr("precision_time.tasks.probing.probe_model.time_settings", time_settings)
     monkeypatch.setattr("precision_time.tasks.probing.probe_model.probe_device", lambda wanted: device)
     for module in ("tasks.probing.probe_model", "predictor.answering.calibration"):
         monkeypatch.setattr(f"precision_time.{module}.standing_artifact", lambda: StandingArtifact(None, ""))
-    return asked
+    return timings
 
 
 def test_probe_of_a_model_prints_measured_beside_predicted_and_saves_the_calibration(
     timed: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = tmp_path / "kept.json"
-    arguments = ["probe", "--model", "bert_mini", "--gpus", "1", "--gpus", "2", "--gpu", "A100", "--save", str(kept)]
+    saved = tmp_path / "kept.json"
+    arguments = ["probe", "--model", "bert_mini", "--gpus", "1", "--gpus", "2", "--gpu", "A100", "--save", str(saved)]
     assert run(arguments) == 0
     assert timed == [("bert_mini", [("fp32", 8), ("fp32", 32), ("amp_bf16", 8)], 20, 1)]
     out, err = capsys.readouterr()
@@ -223,8 +223,8 @@ def test_probe_of_a_model_prints_measured_beside_predicted_and_saves_the_calibra
     assert "measured; without it calibrated by 2 measured rows: x" in lines[0]
     assert any(line.split()[:4] == ["amp_bf16", "32", "2", "A100-SXM4-80GB"] for line in lines)
     assert "answered by the closed forms, calibrated by 3 measured rows; load of the machine" in out
-    assert f"the calibration is in {kept}" in err
-    assert json.loads(kept.read_text(encoding="utf-8"))["artifact_id"] is None
+    assert f"saved the calibration to {saved}" in err
+    assert json.loads(saved.read_text(encoding="utf-8"))["artifact_id"] is None
 
 
 def test_options_of_a_models_probe_reach_it_and_json_is_all_of_stdout(
@@ -236,12 +236,12 @@ def test_options_of_a_models_probe_reach_it_and_json_is_all_of_stdout(
     )
     assert run(arguments.split()) == 0
     assert timed == [("bert_mini", [("fp32", 4), ("amp_bf16", 4), ("amp_bf16", 16)], 3, 2)]
-    found = json.loads(capsys.readouterr().out)
-    assert [(time["precision"], time["batch_size"], time["is_calibrating"]) for time in found["times"]] == [
+    probe = json.loads(capsys.readouterr().out)
+    assert [(time["precision"], time["batch_size"], time["is_calibrating"]) for time in probe["times"]] == [
         ("fp32", 4, True), ("amp_bf16", 4, False), ("amp_bf16", 16, False),
     ]  # fmt: skip
-    assert len(found["calibration"]["rows"]) == 1
-    assert found["device"]["hardware"]["name"] == "cpu-test-2c"
+    assert len(probe["calibration"]["rows"]) == 1
+    assert probe["device"]["hardware"]["name"] == "cpu-test-2c"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
-"""Fixtures of the browser tests: one ``precision-time up``, one browser, and what is kept of a test that fails."""
+"""Fixtures of the browser tests: one ``precision-time up``, one browser, and a picture and logs of a failed test."""
 
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +15,10 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
+from precision_time.tests.processes import free_port, wait_for
+
 START_S = 180.0
-#: What `up` says about the nightly retraining here; the tests look for it on its page.
+#: The schedule that `up` gets for the nightly retraining; the tests look for it on its page.
 CRON, TIMEZONE = "15 2 * * *", "Europe/Berlin"
 #: A folder to keep the pictures in; without it they go to the temporary folder of their test.
 SCREENSHOTS = "PRECISION_TIME_SCREENSHOTS"
@@ -32,7 +32,7 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    # Whatever a page asks of another host is an error of the test; this keeps it from leaving the machine as well.
+    # A request to another host fails the test; this also keeps it from leaving the machine.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]
 
@@ -41,7 +41,7 @@ _failed = pytest.StashKey[bool]()
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A running ``precision-time up``: its home and what it printed about itself."""
+    """A running ``precision-time up``: its home, its log and the addresses that it printed."""
 
     home: Path
     log: Path
@@ -60,15 +60,9 @@ class Stack:
         return f"{self.ui}/deployments/deployment/{self.found['deployments'][f'{name}/{name}']}"
 
     def last_words(self) -> str:
-        """The ends of what `up` and its parts wrote."""
+        """The ends of the logs of `up` and its services."""
         logs = [self.log, *sorted((self.home / "logs").glob("*.log"))]
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +70,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """``precision-time up`` with two CPU workers and a nightly schedule, in an empty home and on free ports."""
     folder = tmp_path_factory.mktemp("up")
     home, out, log = folder / "home", folder / "up.json", folder / "up.log"
-    command = [sys.executable, "-m", "precision_time", "up", "--json", "--home", str(home), "--port", str(_free_port())]
+    command = [sys.executable, "-m", "precision_time", "up", "--json", "--home", str(home), "--port", str(free_port())]
     command += ["--cluster", "local", "--workers", "2", "--nightly", CRON, "--timezone", TIMEZONE]
     with out.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
-        deadline = time.monotonic() + START_S
-        while not out.read_text().endswith("\n"):
+
+        def is_up() -> bool:
             assert process.poll() is None, f"up ended: {log.read_text()}"
-            assert time.monotonic() < deadline, f"up did not come up: {log.read_text()}"
-            time.sleep(0.2)
+            return out.read_text().endswith("\n")
+
+        wait_for(is_up, seconds=START_S, what="the start of up")
         yield Stack(home, log, json.loads(out.read_text()))
     finally:
         process.send_signal(signal.SIGINT)
@@ -97,7 +92,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
                 process.wait()
 
 
-# Not for the whole session: while it is open an event loop runs in this thread, where other tests need their own.
+# Not for the whole session: while it is open, this thread has a running event loop, and other tests need their own.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's chromium with an empty profile."""
@@ -119,29 +114,29 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def page(browser: Browser, stack: Stack, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """A new window; asking another host than 127.0.0.1 fails the test, and a failed test leaves picture and logs."""
+    """A new window; a request to another host than 127.0.0.1 fails the test; a failed test leaves picture and logs."""
     context = browser.new_context(viewport={"width": 1200, "height": 800}, locale="en-GB", timezone_id=TIMEZONE)
-    asked: list[str] = []
+    requested: list[str] = []
 
     def note(request: Request) -> None:
-        asked.append(request.url)
+        requested.append(request.url)
 
     context.on("request", note)
     page = context.new_page()
-    page.on("websocket", lambda socket: asked.append(socket.url))
+    page.on("websocket", lambda socket: requested.append(socket.url))
     yield page
     if request.node.stash.get(_failed, False):
         page.screenshot(path=tmp_path / "failed.png")
         (tmp_path / "up.txt").write_text(stack.last_words())
         print(f"{page.url}\nscreenshot and logs: {tmp_path}\n{stack.last_words()}")
     context.close()
-    foreign = [url for url in asked if urlsplit(url).hostname not in {"127.0.0.1", None}]
+    foreign = [url for url in requested if urlsplit(url).hostname not in {"127.0.0.1", None}]
     assert not foreign, f"the pages asked other hosts: {foreign[:5]}"
 
 
 @pytest.fixture
 def screenshots(tmp_path: Path) -> Path:
-    """The folder for pictures that are to be kept."""
+    """The folder for pictures to keep."""
     folder = Path(os.environ.get(SCREENSHOTS) or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -2,16 +2,15 @@
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from precision_time.storage.timings import TimingsDataset
+from precision_time.tests.processes import wait_for
 from precision_time.tests.ui.conftest import TIMEZONE, Stack
 
 pytestmark = [pytest.mark.ui, pytest.mark.timeout(600)]
@@ -22,15 +21,6 @@ PAGE_S = 30.0
 CAMPAIGN = "profiling-campaign"
 
 expect.set_options(timeout=1000 * PAGE_S)
-
-
-def wait_for(condition: Callable[[], Any], *, seconds: float, what: str) -> Any:
-    """What ``condition`` returns as soon as that is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
-        time.sleep(0.2)
-    return value
 
 
 def find_field(page: Page, title: str) -> Locator:
@@ -52,7 +42,7 @@ def open_tab(page: Page, name: str) -> Locator:
 
 
 def open_new_run(page: Page, stack: Stack, *, known: set[str]) -> str:
-    """From the list of the campaign's runs to the page of the one that is not ``known``; returns its address."""
+    """Go from the list of the campaign's runs to the page of the run that is not ``known``; returns its address."""
     page.goto(stack.deployment_page(CAMPAIGN))
     runs = open_tab(page, "Runs").locator("a[href^='/runs/flow-run/']")
 
@@ -93,7 +83,7 @@ def read_table(page: Page) -> list[dict[str, str]]:
         read: list[list[str]] = lines.evaluate_all(
             "lines => lines.map(line => [...line.children].map(cell => cell.innerText.trim()))"
         )
-        # Numbers stand there before the texts, which the page renders as markdown.
+        # Numbers appear before texts, which the page renders as markdown.
         return read if len(read) > 1 and all(line[0] for line in read) else None
 
     headings, *rows = wait_for(read_all, seconds=PAGE_S, what="the texts of the table")
@@ -108,8 +98,8 @@ def watch_table(page: Page, done: Callable[[list[dict[str, str]]], bool]) -> lis
         rows = read_table(page)
         return rows if done(rows) else None
 
-    found: list[dict[str, str]] = wait_for(look, seconds=RUN_S, what="rows of the table")
-    return found
+    wanted: list[dict[str, str]] = wait_for(look, seconds=RUN_S, what="rows of the table")
+    return wanted
 
 
 def is_half_full(rows: list[dict[str, str]]) -> bool:
@@ -118,7 +108,7 @@ def is_half_full(rows: list[dict[str, str]]) -> bool:
 
 
 def assert_pictures_show(page: Page) -> None:
-    """The report on the page has its three pictures, and each is more than its name."""
+    """The report on the page has its three pictures, and each of them is drawn."""
     pictures = page.locator("article img")
     expect(pictures).to_have_count(3)
     for picture in pictures.all():
@@ -150,7 +140,7 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
         "precisions": ["fp32"],
         "gpus": [1, 2],
         "batch_sizes": [4],
-        # Each cell takes its time, so that there is some to look at pages that are half full.
+        # Each cell takes some seconds, so that the test can see half-full pages.
         "measured_steps": 5000,
         "seconds_per_cell": 12,
         "cluster": stack.found["scheduler"],
@@ -162,7 +152,7 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
     assert read_chips(page, "Models") == ["mlp"]
     assert read_chips(page, "Precisions") == ["fp32"]
     gpus = find_field(page, "GPUs").locator("input[type=number]")
-    assert [one.input_value() for one in gpus.all()] == ["1", "2"]
+    assert [field.input_value() for field in gpus.all()] == ["1", "2"]
 
     find_field(page, "Precisions").locator(".p-select-button__icon").click()
     page.get_by_role("option", name="amp_bf16", exact=True).click()
@@ -204,8 +194,8 @@ def test_a_campaign_of_the_prefilled_form_fills_its_pages_and_ends_with_a_report
     open_artifact(page, run, "MARKDOWN")
     assert_pictures_show(page)
 
-    seen = TimingsDataset(data).measurements()
-    assert {(row.model, row.precision, row.world_size) for row in seen} == {
+    measurements = TimingsDataset(data).measurements()
+    assert {(row.model, row.precision, row.world_size) for row in measurements} == {
         ("mlp", precision, gpus) for precision in ("fp32", "amp_bf16") for gpus in (1, 2)
     }
 
@@ -229,10 +219,10 @@ def test_quick_run_measures_a_small_grid(stack: Stack, page: Page, screenshots: 
     known = set(runs.evaluate_all("links => links.map(link => link.pathname)"))
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_role("button", name="Quick run").click()
-    asked = page.locator(".p-modal")
-    expect(asked.get_by_text("Run Deployment")).to_be_visible()
+    dialog = page.locator(".p-modal")
+    expect(dialog.get_by_text("Run Deployment")).to_be_visible()
     with page.expect_response("**/create_flow_run"):
-        asked.get_by_role("button", name="Run", exact=True).click()
+        dialog.get_by_role("button", name="Run", exact=True).click()
     run = f"{stack.ui}{open_new_run(page, stack, known=known)}"
     wait_for_completion(page)
     expect(page.locator(".page-heading-flow-run")).to_contain_text(

@@ -20,6 +20,7 @@ from precision_time.predictor.rows.observations import observe
 from precision_time.storage.schema import CellOutcome, GridCell, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probing.probe_device import ProbeReport
+from precision_time.tests.flows.made_up import make_outcome
 
 Measure = Callable[..., list[Measurement]]
 
@@ -33,12 +34,12 @@ def cell_of(measured: Measurement) -> GridCell:
     )
 
 
-def test_fits_disagree_most_about_a_model_of_which_one_cell_tells(measure: Measure) -> None:
+def test_fits_disagree_most_about_a_model_with_a_single_measured_cell(measure: Measure) -> None:
     rows = measure(models=("mlp", "vit_tiny", "bert_mini"))
-    strange = [row for row in rows if row.model == "mlp"]
-    seen = [row for row in rows if row.model != "mlp"] + strange[:1]
-    known, unsure = ([one.query for one in observe(part)] for part in (seen, strange[1:]))
-    spread = np.mean([spread_of([*known, *unsure], measured=observe(seen), seed=seed) for seed in range(3)], axis=0)
+    unusual = [row for row in rows if row.model == "mlp"]
+    measured = [row for row in rows if row.model != "mlp"] + unusual[:1]
+    known, unsure = ([observation.query for observation in observe(part)] for part in (measured, unusual[1:]))
+    spread = np.mean([spread_of([*known, *unsure], measured=observe(measured), seed=seed) for seed in range(3)], axis=0)
     assert spread.shape == (len(known) + len(unsure),)
     assert spread.min() > 0
     assert np.median(spread[len(known) :]) > 1.5 * np.median(spread[: len(known)])
@@ -51,22 +52,22 @@ def test_a_batch_takes_the_widest_and_leaves_out_their_twins() -> None:
     ]  # fmt: skip
     worth = np.array([1.0 if cell.model == "a" else 0.7 for cell in cells])
     worth[0] = 1.1
-    chosen = choose_widest(cells, worth, count=3)
-    assert chosen[0] == 0
-    assert {cells[index].model for index in chosen} == {"a", "b"}
-    assert {cells[index].precision for index in chosen} == {"fp32", "bf16"}
+    indices = choose_widest(cells, worth, count=3)
+    assert indices[0] == 0
+    assert {cells[index].model for index in indices} == {"a", "b"}
+    assert {cells[index].precision for index in indices} == {"fp32", "bf16"}
     assert sorted(choose_widest(cells, worth, count=99)) == list(range(12))
 
 
-def test_a_cell_of_which_nothing_is_known_comes_first(measure: Measure) -> None:
+def test_a_cell_of_a_model_without_a_card_comes_first(measure: Measure) -> None:
     rows = measure(models=("mlp",))
-    seen = observe(rows)
+    observations = observe(rows)
     cells = [*map(cell_of, rows), replace(cell_of(rows[0]), model="own:make")]
-    queries = [*(one.query for one in seen), None]
-    batch = next_batch(cells, queries, measured=seen, count=3)
+    queries = [*(observation.query for observation in observations), None]
+    batch = next_batch(cells, queries, measured=observations, count=3)
     assert batch[0] == len(cells) - 1
     assert len(set(batch)) == 3
-    assert next_batch(cells, queries, measured=seen, count=3) == batch
+    assert next_batch(cells, queries, measured=observations, count=3) == batch
 
 
 @pytest.fixture
@@ -87,14 +88,6 @@ def answer(plan: CampaignPlan, measure: Measure, cells: Sequence[GridCell]) -> l
     return [replace(row, gpu=plan.device.hardware.name) for row in made_up if cell_of(row) in wanted]
 
 
-def record_outcome(outcomes: dict[str, CellOutcome], cell_id: str, *, status: str = "recorded") -> None:
-    outcomes[cell_id] = CellOutcome(
-        cell_id=cell_id, attempt=1, status=status, model="m", precision="fp32", world_size=1, nodes=1,
-        per_gpu_batch_size=1, gradient_accumulation_steps=1, strategy="ddp", gpu="g", host="h", started_at=0.0,
-        duration_s=1.0,
-    )  # fmt: skip
-
-
 def test_a_campaign_begins_with_its_cover_and_ends_at_its_budget(
     plan: CampaignPlan, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +100,7 @@ def test_a_campaign_begins_with_its_cover_and_ends_at_its_budget(
         sizes.append(len(batch))
         for planned in batch:
             assert planned.cell_id not in outcomes
-            record_outcome(outcomes, planned.cell_id)
+            outcomes[planned.cell_id] = make_outcome(planned)
             done.append(planned.cell)
     assert done[:FEWEST_TO_FIT] == [planned.cell for planned in plan.missing[:FEWEST_TO_FIT]]
     assert sizes == [12, 4, 4]
@@ -122,6 +115,6 @@ def test_without_a_predictor_the_order_goes_on_and_failures_use_up_the_budget(
     outcomes: dict[str, CellOutcome] = {}
     while batch := choose(outcomes):
         for planned in batch:
-            record_outcome(outcomes, planned.cell_id, status="failed")
+            outcomes[planned.cell_id] = make_outcome(planned, cause="signal 9")
     assert list(outcomes) == [planned.cell_id for planned in plan.missing[:20]]
     assert "no predictor could be fitted" in capsys.readouterr().err

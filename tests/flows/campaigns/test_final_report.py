@@ -1,7 +1,5 @@
 """The end of a campaign: the retraining that may follow it, and a report that outlives the server."""
 
-import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from precision_time.storage.errors import StorageFullError
 from precision_time.storage.schema import CellOutcome, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probing.probe_device import ProbeReport
+from precision_time.tests.flows.made_up import make_outcome, measure_by
 
 Measure = Callable[..., list[Measurement]]
 Record = Callable[[str, Sequence[Measurement]], None]
@@ -69,7 +68,7 @@ def test_the_report_is_kept_beside_the_data_and_a_full_disk_costs_no_more_than_i
 
     spec = make_spec(tmp_path)
     pages = CampaignPages(plan_campaign(spec, probe=lambda wanted: device))
-    pages.conclude(make_result(spec), dataset=TimingsDataset(spec.data))
+    pages.write_report(make_result(spec), dataset=TimingsDataset(spec.data))
     report = tmp_path / "data" / "campaigns" / "v1" / "end" / "report.md"
     assert report.read_text(encoding="utf-8").startswith("# Campaign end: complete\n")
 
@@ -77,7 +76,7 @@ def test_the_report_is_kept_beside_the_data_and_a_full_disk_costs_no_more_than_i
         raise StorageFullError("no room")
 
     monkeypatch.setattr(LocalStore, "write_bytes", fill)
-    pages.report(make_result(spec))
+    pages.rewrite_report(make_result(spec))
     assert "the report was not kept in the data folder" in caplog.text
 
 
@@ -95,10 +94,10 @@ def test_a_retraining_follows_the_campaign_and_stands_in_its_report(
     from precision_time.flows.retraining import retrain
     from precision_time.flows.retraining.spec import RetrainSpec
 
-    asked = []
+    retrained = []
 
     def run_retraining(spec: RetrainSpec) -> RetrainResult:
-        asked.append((spec.data, spec.registry))
+        retrained.append((spec.data, spec.registry))
         if fails:
             raise ConnectionError("the registry is away")
         return RetrainResult(
@@ -110,23 +109,15 @@ def test_a_retraining_follows_the_campaign_and_stands_in_its_report(
         cell = planned.cell
         (made_up,) = measure(models=("mlp",), precisions=("fp32",), world_sizes=(cell.world_size,), batches=(8,))
         record(dataset.url, [replace(made_up, cell_id=planned.cell_id)])
-        return CellOutcome(
-            cell_id=planned.cell_id, attempt=1, status="recorded", cause="", rows=3, model=cell.model,
-            precision=cell.precision, world_size=cell.world_size, nodes=1, per_gpu_batch_size=8,
-            gradient_accumulation_steps=1, strategy="ddp", gpu="cpu-test-2c", host="here", started_at=0.0,
-            duration_s=1.0,
-        )  # fmt: skip
+        return make_outcome(planned)
 
     monkeypatch.setattr(retrain, "run_retraining", run_retraining)
-    monkeypatch.setattr(campaign, "plan_campaign", functools.partial(plan_campaign, probe=lambda wanted: device))
-    monkeypatch.setattr(campaign, "open_cluster", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(campaign, "check_scratch", lambda *_: None)
-    monkeypatch.setattr(campaign, "measure_cell", measure_cell)
+    measure_by(measure_cell, device=device, monkeypatch=monkeypatch)
     spec = make_spec(tmp_path)
     state = campaign.profiling_campaign(spec, return_state=True)
     result = CampaignResult.model_validate(state.result())
 
-    assert asked == [(spec.data, spec.registry)]
+    assert retrained == [(spec.data, spec.registry)]
     assert (result.status, result.cells_recorded) == ("complete", 2)
     report = (tmp_path / "data" / "campaigns" / "v1" / "end" / "report.md").read_text(encoding="utf-8")
     assert result.retraining is not None

@@ -1,7 +1,6 @@
 """What the page of a running campaign shows: a table that fills, a bar, a report with pictures, a log and a name."""
 
 import contextlib
-import functools
 import json
 import re
 import time
@@ -20,6 +19,7 @@ from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.storage.schema import CellOutcome, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probing.probe_device import ProbeReport
+from precision_time.tests.flows.made_up import make_outcome, measure_by
 
 Record = Callable[[str, Sequence[Measurement]], None]
 WAIT_S = 60
@@ -43,16 +43,6 @@ def make_measurement(planned: PlannedCell, *, seconds: float) -> Measurement:
     )  # fmt: skip
 
 
-def make_outcome(planned: PlannedCell, *, cause: str = "", message: str = "") -> CellOutcome:
-    cell = planned.cell
-    return CellOutcome(
-        cell_id=planned.cell_id, attempt=1, status="failed" if cause else "recorded", cause=cause, message=message,
-        rows=0 if cause else 3, model=cell.model, precision=cell.precision, world_size=cell.world_size, nodes=1,
-        per_gpu_batch_size=8, gradient_accumulation_steps=1, strategy="ddp", gpu="cpu-test-2c", host="here",
-        started_at=0.0, duration_s=1.5,
-    )  # fmt: skip
-
-
 @pytest.fixture
 def plan(tmp_path: Path, device: ProbeReport) -> CampaignPlan:
     return plan_campaign(make_spec(tmp_path), probe=lambda wanted: device)
@@ -60,7 +50,7 @@ def plan(tmp_path: Path, device: ProbeReport) -> CampaignPlan:
 
 @pytest.fixture
 def live(plan: CampaignPlan) -> LiveGrid:
-    """The grid of no run: its pages are written nowhere."""
+    """A grid outside a run, so that no page is written."""
     return LiveGrid(
         plan, dataset=TimingsDataset(plan.spec.data), table=LiveTable("t", description=""),
         bar=ProgressArtifact("b", description=""), fraction=lambda: 0.0,
@@ -116,10 +106,10 @@ def read_artifact(key: str) -> Any:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-    found = get_client(sync_client=True).read_artifacts(
+    artifacts = get_client(sync_client=True).read_artifacts(
         artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
     )
-    return found[0] if found else None
+    return artifacts[0] if artifacts else None
 
 
 def read_states() -> list[tuple[str, str]]:
@@ -135,13 +125,13 @@ def test_the_page_of_a_run_shows_one_table_that_fills_and_then_a_report_with_pic
 
     from precision_time.flows.campaigns import campaign
 
-    seen: list[list[tuple[str, str]]] = []
+    shown_states: list[list[tuple[str, str]]] = []
 
     def measure_cell(planned: PlannedCell, *, dataset: TimingsDataset, **_: object) -> CellOutcome:
-        number = len(seen)
+        number = len(shown_states)
         deadline = time.monotonic() + WAIT_S
         states: list[tuple[str, str]] = []
-        # Each cell goes on only when it sees itself in the table, and what came of those before it.
+        # Each cell goes on only when the table shows it as measuring, and the outcomes of the cells before it.
         expected = {"waiting": 3 - number, "measuring": 1, "recorded": min(number, 2), "failed": int(number > 2)}
         while Counter(state for state, _ in states) != Counter(expected) or (
             sum(bool(shown) for _, shown in states) != min(number, 2)
@@ -149,38 +139,35 @@ def test_the_page_of_a_run_shows_one_table_that_fills_and_then_a_report_with_pic
             assert time.monotonic() < deadline, f"the table of cell {number} never came: {states}"
             time.sleep(0.05)
             states = read_states()
-        seen.append(states)
+        shown_states.append(states)
         if number == 2:
             return make_outcome(planned, cause="signal 9", message="rank 1 got\na signal")
         record(dataset.url, [make_measurement(planned, seconds=0.2 / (1 + number))])
         return make_outcome(planned)
 
     monkeypatch.setattr(live_grid, "EVERY_S", 0.05)
-    monkeypatch.setattr(campaign, "plan_campaign", functools.partial(plan_campaign, probe=lambda wanted: device))
-    monkeypatch.setattr(campaign, "open_cluster", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(campaign, "check_scratch", lambda *_: None)
-    monkeypatch.setattr(campaign, "measure_cell", measure_cell)
+    measure_by(measure_cell, device=device, monkeypatch=monkeypatch)
     result = campaign.run_campaign(make_spec(tmp_path))
 
-    assert len(seen) == 4
+    assert len(shown_states) == 4
     assert sorted(state for state, _ in read_states()) == ["failed", "recorded", "recorded", "recorded"]
     assert (result.status, result.cells_recorded) == ("partial", 3)
 
     table, bar, page = (read_artifact(f"campaign-live{tail}") for tail in ("", "-progress", "-report"))
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(table.flow_run_id)
-        artifacts = [one for one in client.read_artifacts() if one.flow_run_id == run.id]
+        artifacts = [artifact for artifact in client.read_artifacts() if artifact.flow_run_id == run.id]
     assert len(artifacts) == 3
     assert (table.type, bar.type, bar.data, page.type) == ("table", "progress", 100.0, "markdown")
     assert table.description == "Campaign live on cpu-test-2c: partial"
     assert run.name == "live: 4 cells of mlp, up to 2 ranks"
     assert run.state.name == "Completed with failures"
 
-    kept = tmp_path / "data" / "campaigns" / "v1" / "live"
-    report = (kept / "report.md").read_text(encoding="utf-8")
+    folder = tmp_path / "data" / "campaigns" / "v1" / "live"
+    report = (folder / "report.md").read_text(encoding="utf-8")
     pictures = re.findall(r"!\[([^\]]+)\]\(plots/([a-z]+\.png)\)", report)
     assert [name for _, name in pictures] == ["predicted.png", "gpus.png", "speedup.png"]
-    assert all((kept / "plots" / name).read_bytes().startswith(b"\x89PNG") for _, name in pictures)
+    assert all((folder / "plots" / name).read_bytes().startswith(b"\x89PNG") for _, name in pictures)
     assert "Predictions are those of" in report
     assert "signal 9. rank 1 got a signal" in report
     assert page.data.count("](data:image/png;base64,") == 3
@@ -203,14 +190,12 @@ def test_the_log_of_a_run_says_what_it_plans_and_what_came_of_each_cell(
         record(dataset.url, [make_measurement(planned, seconds=0.2)])
         return make_outcome(planned)
 
-    monkeypatch.setattr(campaign, "plan_campaign", functools.partial(plan_campaign, probe=lambda wanted: device))
-    monkeypatch.setattr(campaign, "open_cluster", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(campaign, "check_scratch", lambda *_: None)
-    monkeypatch.setattr(campaign, "measure_cell", measure_cell)
+    measure_by(measure_cell, device=device, monkeypatch=monkeypatch)
     with caplog.at_level("INFO", logger="prefect"):
         campaign.run_campaign(make_spec(tmp_path, precisions=["fp32"]))
-    said = [one.getMessage() for one in caplog.records if one.name in ("prefect.flow_runs", "prefect.task_runs")]
-    assert any(line.startswith("live on cpu-test-2c: 2 cells, 0 recorded, 2 to measure, about ") for line in said)
-    assert "mlp fp32 x1 b8: recorded, 3 rows in 1.5 s" in said
-    assert "mlp fp32 x2 b8: failed after 1.5 s, timed out: after 5 s" in said
-    assert any(line.startswith("live: partial; 1 of 2 cells are recorded, 1 by this run (3 rows)") for line in said)
+    loggers = ("prefect.flow_runs", "prefect.task_runs")
+    messages = [entry.getMessage() for entry in caplog.records if entry.name in loggers]
+    assert any(line.startswith("live on cpu-test-2c: 2 cells, 0 recorded, 2 to measure, about ") for line in messages)
+    assert "mlp fp32 x1 b8: recorded, 3 rows in 1.5 s" in messages
+    assert "mlp fp32 x2 b8: failed after 1.5 s, timed out: after 5 s" in messages
+    assert any(line.startswith("live: partial; 1 of 2 cells are recorded, 1 by this run (3 rows)") for line in messages)

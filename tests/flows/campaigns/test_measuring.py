@@ -332,7 +332,7 @@ def test_a_cell_that_was_refused_here_before_is_not_tried_again(
     assert result.end == ""
     again = summarise(plan, {other.cell_id: make_outcome(other)}, rows={}, duration_s=1.0)
     assert (again.status, again.cells_left) == ("partial", 0)
-    refused = "nothing is left to measure: what has no timings was refused, and is not tried again (cells: 1)"
+    refused = "nothing is left to measure: the cells without timings were refused and are not tried again (cells: 1)"
     assert again.end == refused
     assert "This run: nothing is left to measure" in markdown_report(again, [])
 

@@ -1,4 +1,4 @@
-"""Clusters: local ones out of reach of others and of Ctrl-C, schedulers that run already, and what is refused."""
+"""Clusters: local ones, which neither other hosts nor Ctrl-C reach, running schedulers, and what is refused."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_each_rank_gets_a_process_that_ctrl_c_does_not_reach() -> None:
     assert len({status["Pid"] for status in statuses} - {str(os.getpid())}) == 2
     assert all(int(status["SigBlk"], 16) >> (signal.SIGINT - 1) & 1 for status in statuses)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    # what Dask wants of its workers, one thread for instance, is not forced on a retraining that follows
+    # Dask's settings for its workers, such as one thread, do not remain for a later retraining in this process.
     assert dict(os.environ) == environment
 
 
@@ -81,12 +81,12 @@ def test_an_address_where_nothing_answers_is_bad_input(monkeypatch: pytest.Monke
 @pytest.fixture
 def outside(request: pytest.FixtureRequest) -> Iterator[str]:
     """The address of a scheduler with two workers; ``request.param`` may change its settings."""
-    given: dict[str, Any] = {"failures": 0, "threads": 1, **getattr(request, "param", {})}
+    settings: dict[str, Any] = {"failures": 0, "threads": 1, **getattr(request, "param", {})}
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": given["failures"]}),
+        dask.config.set({"distributed.scheduler.allowed-failures": settings["failures"]}),
         LocalCluster(
             n_workers=2,
-            threads_per_worker=given["threads"],
+            threads_per_worker=settings["threads"],
             processes=False,
             protocol="tcp://",
             dashboard_address=None,
@@ -165,10 +165,10 @@ def test_another_release_on_a_worker_is_refused(outside: str, monkeypatch: pytes
 def test_workers_of_a_host_that_put_the_same_gpu_first_are_refused(
     outside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = iter([["0,1", "0,1"], ["0,1", "1,0"]])
+    visible = iter([["0,1", "0,1"], ["0,1", "1,0"]])
 
     def run(client: Client, *_: object, **__: object) -> dict[str, str]:
-        return dict(zip(client.scheduler_info(n_workers=-1)["workers"], next(seen), strict=True))
+        return dict(zip(client.scheduler_info(n_workers=-1)["workers"], next(visible), strict=True))
 
     with Client(outside) as client:
         monkeypatch.setattr(Client, "run", run)

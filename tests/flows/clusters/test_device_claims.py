@@ -14,7 +14,7 @@ import pytest
 from precision_time.flows.clusters import device_claims
 from precision_time.flows.clusters.cluster import open_cluster
 from precision_time.flows.clusters.device_claims import LOCKS_VARIABLE, claim_devices
-from precision_time.flows.stack.processes import choose_port
+from precision_time.flows.stack.services import choose_port
 from precision_time.flows.stack.up import Addresses, UpSettings, _Stack, stay_up
 from precision_time.storage.errors import InputError, StorageError
 
@@ -25,7 +25,7 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "locks"
 
 
-#: Holds the CPU, says so, and stays until it is told to end.
+#: Holds the CPU, prints so, and stays until its stdin is closed.
 HOLDER = """
 import sys
 from precision_time.flows.clusters.device_claims import claim_devices
@@ -52,7 +52,7 @@ def holder(scheduler: str = "") -> Iterator["subprocess.Popen[str]"]:
 def test_a_local_cluster_beside_another_is_refused_with_who_measures_there() -> None:
     with (
         holder() as other,
-        pytest.raises(InputError, match=rf"the CPU of this machine.*process {other.pid}: -c.*wait for its end"),
+        pytest.raises(InputError, match=rf"the CPU of this machine.*process {other.pid}: -c.*wait until it ends"),
         open_cluster("cpu", 1),
     ):
         pass
@@ -84,7 +84,7 @@ def test_a_killed_holder_holds_nothing() -> None:
 
 def test_of_several_devices_all_or_none_are_held() -> None:
     with claim_devices(["GPU-2"]):
-        with pytest.raises(InputError, match="GPU-2 is being measured on"), claim_devices(["GPU-1", "GPU-2"]):
+        with pytest.raises(InputError, match="GPU-2 is in use"), claim_devices(["GPU-1", "GPU-2"]):
             pass
         with claim_devices(["GPU-1", "GPU-3"]):
             pass
@@ -113,19 +113,19 @@ def test_a_stack_does_not_start_on_devices_that_a_campaign_measures_on(
 def test_a_stack_with_a_cluster_holds_its_devices_and_names_its_scheduler(
     up_settings: Callable[[str], UpSettings], monkeypatch: pytest.MonkeyPatch, cluster: str, is_held: bool
 ) -> None:
-    seen: list[str] = []
+    states: list[str] = []
 
     def start(stack: _Stack, *, since: float) -> None:
         with contextlib.suppress(InputError), claim_devices(["cpu"]):
-            seen.append("free")
-        if not seen:
+            states.append("free")
+        if not states:
             with pytest.raises(InputError, match=f"--cluster {stack.dask_address}"), claim_devices(["cpu"]):
                 pass
-            seen.append("held")
+            states.append("held")
 
     monkeypatch.setattr(_Stack, "start", start)
     stay_up(up_settings(cluster), announce=never)
-    assert seen == ["held" if is_held else "free"]
+    assert states == ["held" if is_held else "free"]
     with claim_devices(["cpu"]):
         pass
 

@@ -17,7 +17,7 @@ ListGpus = Callable[..., None]
 
 @pytest.fixture
 def list_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ListGpus:
-    """A tool of NVIDIA's that prints ``listed``, and ``CUDA_VISIBLE_DEVICES`` as told."""
+    """Install an ``nvidia-smi`` that prints ``listed``, and set ``CUDA_VISIBLE_DEVICES`` to ``visible``."""
 
     def prepare(listed: str, *, visible: str | None, code: int = 0) -> None:
         tool = tmp_path / "nvidia-smi"

@@ -1,4 +1,4 @@
-"""An error that a person can mend stands in a run's log once, in its own words; any other with its traceback."""
+"""One of our own errors appears once in a run's log, as its message alone; any other error with its traceback."""
 
 import logging
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
-    """What Prefect logs of runs of flows and tasks."""
+    """The log records of flow runs and task runs."""
     from prefect.logging.configuration import setup_logging
 
     setup_logging()  # a first run would do it, and take the handlers of others away
-    kept: list[logging.LogRecord] = []
+    log_records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = kept.append  # type: ignore[method-assign]
+    handler.emit = log_records.append  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in ("prefect.flow_runs", "prefect.task_runs")]
     for logger in loggers:
         logger.addHandler(handler)
-    yield kept
+    yield log_records
     for logger in loggers:
         logger.removeHandler(handler)
 

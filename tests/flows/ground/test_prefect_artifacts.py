@@ -1,4 +1,4 @@
-"""Pages in Prefect: pictures inside a report, texts that are no markup, and an API that is away."""
+"""Pages in Prefect: pictures inside a report, texts that are not markup, and an API that does not answer."""
 
 import base64
 import json
@@ -29,7 +29,7 @@ def test_only_pictures_of_the_report_are_put_into_it() -> None:
 
 
 class Api:
-    """Stands for Prefect's client; keeps what was asked, and fails so many times first."""
+    """Stands for Prefect's client; keeps its calls, and fails ``failures`` times first."""
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
@@ -62,7 +62,7 @@ def test_a_page_is_created_once_and_then_changed_also_when_the_api_was_away_at_f
     bar = ProgressArtifact("bar", description="cells")
     for fraction in (0.1, 0.5, 2.0):
         bar.update(fraction)
-    assert [one.data for one in api.created] == [50.0]  # type: ignore[attr-defined]
+    assert [artifact.data for artifact in api.created] == [50.0]  # type: ignore[attr-defined]
     assert api.changed == [{"data": 100.0, "description": "cells"}]
 
 

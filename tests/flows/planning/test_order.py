@@ -1,4 +1,4 @@
-"""The order of cells: a permutation that shows everything early, the same each time."""
+"""The order of cells: the same permutation each time, in which every value and pair occurs early."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def make_grid(models: int, precisions: int, sizes: int, batches: int, accumulati
 
 
 def count_until_seen(order: list[GridCell], names: tuple[str, ...]) -> int:
-    """After how many cells every value of the axes ``names`` was seen."""
+    """After how many cells every value of the axes ``names`` has occurred."""
     missing = {(name, getattr(cell, name)) for cell in order for name in names}
     for count, cell in enumerate(order, start=1):
         missing -= {(name, getattr(cell, name)) for name in names}
@@ -64,12 +64,12 @@ def test_of_any_part_of_a_grid_each_cell_comes_once_and_the_cover_is_of_use(
     order = order_cells(part)
     assert sorted(order, key=repr) == sorted(part, key=repr)
     assert order == order_cells(part)
-    seen: set[tuple[str, object]] = set()
+    covered: set[tuple[str, object]] = set()
     for cell in cover_cells(part):
         values = {(name, getattr(cell, name)) for name in axes_of(part)}
-        assert not axes_of(part) or not values <= seen, "a cell of the cover shows something new"
-        seen |= values
-    assert seen == {(name, getattr(cell, name)) for cell in part for name in axes_of(part)}
+        assert not axes_of(part) or not values <= covered, "a cell of the cover shows something new"
+        covered |= values
+    assert covered == {(name, getattr(cell, name)) for cell in part for name in axes_of(part)}
 
 
 @pytest.mark.parametrize("batches", [1, 5])

@@ -1,4 +1,4 @@
-"""The plan of a campaign on a cluster: that it fills it, what it says of the time, and what it refuses."""
+"""The plan of a campaign on a cluster: that it fills the cluster, its expected duration, and what it refuses."""
 
 import io
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from precision_time.flows.planning import plan as plan_module
 from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.storage.errors import InputError
-from precision_time.storage.schema import CellOutcome
 from precision_time.tasks.gangs.leases import LeaseWait
 from precision_time.tasks.probing.probe_device import ProbeReport
+from precision_time.tests.flows.made_up import make_outcome
 
 PAPER_GRID = Path(__file__).parents[3] / "deploy" / "campaigns" / "paper-grid.yaml"
 MakeDevice = Callable[..., ProbeReport]
@@ -82,17 +82,6 @@ def test_what_the_campaign_says_of_cells_at_once_holds(make_device: MakeDevice) 
         assert plan.estimated_s == pytest.approx(20.0)
 
 
-def finish(progress: CampaignProgress, planned: PlannedCell) -> None:
-    cell = planned.cell
-    outcome = CellOutcome(
-        cell_id=planned.cell_id, attempt=1, status="recorded", cause="", rows=1, model=cell.model,
-        precision=cell.precision, world_size=cell.world_size, nodes=cell.nodes,
-        per_gpu_batch_size=cell.per_gpu_batch_size, gradient_accumulation_steps=1, strategy=cell.strategy, gpu="x",
-        host="here", started_at=0.0, duration_s=1.0,
-    )  # fmt: skip
-    progress.finish_cell(planned, outcome, is_last_attempt=True)
-
-
 def test_the_time_left_counts_a_cell_by_its_share_of_the_cluster(
     make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +92,7 @@ def test_the_time_left_counts_a_cell_by_its_share_of_the_cluster(
     narrow, wide = ([planned for planned in plan.cells if planned.cell.world_size == ranks] for ranks in (1, 8))
     progress.start_cell(narrow[0])
     clock[0] = 10.0
-    finish(progress, narrow[0])
+    progress.finish_cell(narrow[0], make_outcome(narrow[0]), is_last_attempt=True)
     assert progress.seconds_left == pytest.approx(10.0 + 10.0 + 10.0 / 8)
     progress.start_cell(narrow[1])
     progress.start_cell(wide[0])

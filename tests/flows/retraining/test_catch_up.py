@@ -1,4 +1,4 @@
-"""Missed runs: one run does the work of all, each its own, or none; people's runs and those to come are left alone."""
+"""Missed runs: one run makes up for all, each for itself, or none; runs of people and future runs stay as they are."""
 
 import json
 import time
@@ -34,16 +34,16 @@ def client(prefect_server: None) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture
 def missed(client: SyncPrefectClient) -> Iterator[list[Any]]:
-    """Runs that no worker took: three of a schedule that are due, its next one, and one that a person started."""
+    """Runs without a worker: three of a schedule that are due, its next run, and a run that a person started."""
     deployment = client.create_deployment(client.create_flow_from_name("night"), f"night-{time.monotonic_ns()}")
     client.create_deployment_schedules(deployment, [(IntervalSchedule(interval=timedelta(hours=1)), True)])
     now = datetime.now(UTC)
     span = {"start_time": now - timedelta(hours=MISSED), "end_time": now + timedelta(hours=1)}
-    asked = {name: value.isoformat() for name, value in span.items()} | {"min_runs": MISSED + 1}
-    client.request("POST", "/deployments/{id}/schedule", path_params={"id": deployment}, json=asked)
+    body = {name: value.isoformat() for name, value in span.items()} | {"min_runs": MISSED + 1}
+    client.request("POST", "/deployments/{id}/schedule", path_params={"id": deployment}, json=body)
     by_hand = client.create_flow_run_from_deployment(deployment)
-    found = [run for run in client.read_flow_runs() if run.deployment_id == deployment]
-    scheduled = sorted((run for run in found if run.auto_scheduled), key=lambda run: run.expected_start_time)
+    runs = [run for run in client.read_flow_runs() if run.deployment_id == deployment]
+    scheduled = sorted((run for run in runs if run.auto_scheduled), key=lambda run: run.expected_start_time)
     assert len(scheduled) == MISSED + 1
     yield [*scheduled, by_hand]
     client.delete_deployment(deployment)
@@ -61,8 +61,9 @@ def start(run: Any, policy: CatchUpPolicy, *, grace_s: float = 3600.0) -> CatchU
 def test_the_first_run_does_the_work_of_all_that_are_due(missed: list[Any], states: Callable[[], list[str]]) -> None:
     caught_up = start(missed[0], "latest")
     assert caught_up.proceed
-    assert [one.name for one in caught_up.skipped] == [run.name for run in missed[1:MISSED]]
-    assert [one.scheduled_for for one in caught_up.skipped] == [run.expected_start_time for run in missed[1:MISSED]]
+    assert [(skipped.name, skipped.scheduled_for) for skipped in caught_up.skipped] == [
+        (run.name, run.expected_start_time) for run in missed[1:MISSED]
+    ]
     assert states() == ["Completed", "Skipped", "Skipped", "Scheduled", "Scheduled"]
     assert start(missed[-1], "latest") == CatchUp()
 
@@ -95,7 +96,7 @@ def test_outside_of_a_deployment_nothing_was_missed() -> None:
 
 @pytest.fixture
 def off(client: SyncPrefectClient) -> Iterator[tuple[list[Any], list[datetime]]]:
-    """What a server that was off for twelve nights finds: runs of the first three, and times of the nine after."""
+    """The runs of a server that was off for twelve nights, which are those of the first three, and all twelve times."""
     schedule = CronSchedule(cron="15 2 * * *", timezone="Europe/Berlin")
     deployment = client.create_deployment(client.create_flow_from_name("night"), f"off-{time.monotonic_ns()}")
     client.create_deployment_schedules(deployment, [(schedule, True)])
@@ -106,16 +107,16 @@ def off(client: SyncPrefectClient) -> Iterator[tuple[list[Any], list[datetime]]]
     nights = [(last - timedelta(days=11 - night)).astimezone(UTC) for night in range(12)]
     span = {"start_time": nights[0].isoformat(), "end_time": nights[2].isoformat(), "min_runs": 3, "max_runs": 3}
     client.request("POST", "/deployments/{id}/schedule", path_params={"id": deployment}, json=span)
-    found = [run for run in client.read_flow_runs() if run.deployment_id == deployment and run.auto_scheduled]
-    found = [run for run in found if run.expected_start_time <= now]
-    runs = sorted(found, key=lambda run: run.expected_start_time)
+    due = [run for run in client.read_flow_runs() if run.deployment_id == deployment and run.auto_scheduled]
+    due = [run for run in due if run.expected_start_time <= now]
+    runs = sorted(due, key=lambda run: run.expected_start_time)
     assert [run.expected_start_time for run in runs] == nights[:3]
     yield runs, nights
     client.delete_deployment(deployment)
 
 
 def said_by(client: SyncPrefectClient, run: Any) -> tuple[str, list[dict[str, Any]]]:
-    """The whole log of ``run``, which comes in bundles, and the table of what was missed on its page."""
+    """The whole log of ``run``, which arrives in bundles, and the table of missed runs on its page."""
     deadline = time.monotonic() + 60
     while True:
         logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
@@ -132,16 +133,16 @@ def test_nights_for_which_a_server_that_was_off_made_no_run_are_listed_as_well(c
     runs, nights = off
     caught_up = start(runs[0], "latest")
     assert caught_up.proceed
-    assert [one.name for one in caught_up.skipped] == [run.name for run in runs[1:]]
+    assert [skipped.name for skipped in caught_up.skipped] == [run.name for run in runs[1:]]
     assert caught_up.without_run == nights[3:]
     assert caught_up.reason == "2 missed runs skipped; 9 missed times without a run: this run does their work"
     log, rows = said_by(client, runs[0])
     assert all(f"no run was made for {night:%Y-%m-%d %H:%M}" in log for night in nights[3:])
-    assert [(row["was to run"][:16], row["run"]) for row in rows] == [
+    assert [(row["scheduled for"][:16], row["run"]) for row in rows] == [
         (f"{night:%Y-%m-%d %H:%M}", name)
         for night, name in zip(nights[1:], [*(run.name for run in runs[1:]), *["none"] * 9], strict=True)
     ]
-    # A run that comes after has nothing to make up for.
+    # A later run has nothing to make up for.
     by_hand = client.create_flow_run_from_deployment(runs[0].deployment_id)
     assert start(by_hand, "latest") == CatchUp()
     assert said_by(client, by_hand)[1] == []

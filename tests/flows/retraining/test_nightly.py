@@ -1,4 +1,4 @@
-"""A night retrains once, waits for storage that is away, and fails with the reason when it stays away."""
+"""A night retrains once, retries while storage does not answer, and fails with the reason when it never does."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import pytest
 
 from precision_time.flows.retraining.catch_up import CatchUp
 from precision_time.flows.retraining.spec import NightlySpec, RetrainSpec, RollBackSpec
+from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.storage.errors import NotFoundError, StorageError
 from precision_time.storage.local import LocalStore
 from precision_time.storage.registry import Registry
@@ -23,27 +24,15 @@ def make_spec(folder: Path, **changes: object) -> NightlySpec:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, measure, record, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Recorded timings, and a quick validation that lets every challenger through."""
-    from precision_time.flows.retraining import retrain
-    from precision_time.tasks.publishing.gate import GateDecision
-    from precision_time.tasks.publishing.validate import Validation
-
-    validation = Validation(accuracy={}, cross_validations={}, radii={"known": 0.2}, level=0.9)
-    monkeypatch.setattr(retrain, "validate_predictor", lambda snapshot, **settings: validation)
-    monkeypatch.setattr(
-        retrain, "judge_challenger", lambda snapshot, validation, **settings: GateDecision(passed=True, reasons=())
-    )
-    monkeypatch.setattr(retrain, "draw_retraining_plots", lambda *parts: {})
-    monkeypatch.setattr(retrain, "write_report", lambda *parts, **settings: "# Accuracy\n")
-    monkeypatch.setattr(retrain, "publish_pages", lambda **pages: None)
+def folder(tmp_path: Path, passing_gate: None, measure, record) -> Path:
+    """Recorded timings, and a gate that lets every challenger through."""
     record(str(tmp_path / "timings"), measure(models=("mlp",)))
     return tmp_path
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The events that nights send, in their order."""
+    """The events that nights send, in order."""
     from precision_time.flows.retraining import nightly, retrain
 
     sent: list[str] = []
@@ -54,7 +43,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def hold_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on the gate lets nothing through."""
+    """After this is called the gate lets nothing through."""
     from precision_time.flows.retraining import retrain
     from precision_time.tasks.publishing.gate import GateDecision
 
@@ -72,7 +61,7 @@ def night(spec: NightlySpec) -> Any:
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, *, times: int) -> list[str]:
-    """Let the first ``times`` writes of an artifact's trees fail as an unreachable store does; what was tried."""
+    """Let the first ``times`` writes of an artifact's trees fail like an unreachable store; returns the attempts."""
     tried: list[str] = []
 
     def away(self: LocalStore, path: str, data: bytes, *, was) -> None:
@@ -140,8 +129,10 @@ def test_a_night_that_is_held_back_ends_well_with_its_reason_and_the_same_data_i
         assert held_back.reasons == ["worse on all 24 rows"]
 
         trained: list[object] = []
-        fit = retrain.fit_predictor
-        patch.setattr(retrain, "fit_predictor", lambda *parts, **told: trained.append(parts) or fit(*parts, **told))
+        fit = HierarchicalPredictor.fit
+        patch.setattr(
+            HierarchicalPredictor, "fit", lambda *rows, **settings: trained.append(rows) or fit(*rows, **settings)
+        )
         for _ in range(2):
             again = night(make_spec(folder)).retraining
             assert (again.status, again.artifact_id) == ("nothing new", "default@1")
@@ -184,7 +175,7 @@ def test_a_drift_is_told_by_one_event_until_other_rows_drift(
         for _ in range(2):
             assert night(make_spec(folder)).retraining.drift["verdict"] == "drifting"
     assert events.count("drifting") == 2
-    # Other settings make another challenger, and the rows are those of which it was told.
+    # Other settings make another challenger, but the drift of these rows was already reported.
     assert night(make_spec(folder, seed=1)).retraining.drift["verdict"] == "drifting"
     assert events.count("drifting") == 2
 
@@ -208,14 +199,15 @@ def test_a_predictor_that_never_came_to_be_is_stale_too(tmp_path: Path, measure,
     record(str(tmp_path / "timings"), measure(models=("mlp",))[:2])
     with get_client(sync_client=True) as client:
         deployment = client.create_deployment(client.create_flow(nightly_retrain), "never")
-        said = []
+        warnings = []
         for days in (30.0, 1e-6):
             run = client.create_flow_run_from_deployment(deployment)
             spec = make_spec(tmp_path, stale_after_days=days)
-            said.append(run_flow(nightly_retrain, flow_run=run, parameters={"spec": spec}).stale)
+            warnings.append(run_flow(nightly_retrain, flow_run=run, parameters={"spec": spec}).stale)
         client.delete_deployment(deployment)
-    assert said[0] is None
-    assert said[1].startswith("stale: default@champion was never published, and its retraining was set up 0.0 days ago")
+    assert warnings[0] is None
+    never_published = "stale: default@champion was never published, and its retraining was set up 0.0 days ago"
+    assert warnings[1].startswith(never_published)
     assert events == ["too-little-data", "night-ended", "too-little-data", "stale", "night-ended"]
 
 
@@ -257,17 +249,17 @@ def test_a_run_that_publishes_meanwhile_makes_the_gate_judge_again(
 def test_a_run_that_was_caught_up_for_does_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from precision_time.flows.retraining import nightly
 
-    asked: list[str] = []
+    policies: list[str] = []
 
     def skip(policy: str) -> CatchUp:
-        asked.append(policy)
+        policies.append(policy)
         return CatchUp(proceed=False, reason="another run does the work")
 
     monkeypatch.setattr(nightly, "apply_catch_up", skip)
     result = nightly.nightly_retrain(make_spec(folder, catch_up="none"))
     assert result.retraining is None
     assert result.catch_up.reason == "another run does the work"
-    assert asked == ["none"]
+    assert policies == ["none"]
     assert Registry(folder / "registry").names() == []
 
 

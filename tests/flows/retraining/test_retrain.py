@@ -1,4 +1,4 @@
-"""Retraining publishes what earns it, keeps the champion otherwise, and says why; the run ends well in both cases."""
+"""Retraining publishes what passes the gate, keeps the champion otherwise, and says why; both runs end well."""
 
 import json
 from pathlib import Path
@@ -86,8 +86,8 @@ def test_the_page_of_the_run_has_a_table_a_report_and_full_progress(first) -> No
 
     keys = ["retrain-accuracy", "retrain-accuracy-report", "retrain-progress"]
     with get_client(sync_client=True) as client:
-        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
-    assert {artifact.key: artifact.type for artifact in found} == {
+        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
+    assert {artifact.key: artifact.type for artifact in artifacts} == {
         "retrain-accuracy": "table",
         "retrain-accuracy-report": "markdown",
         "retrain-progress": "progress",
@@ -119,30 +119,13 @@ def test_no_data_and_an_unknown_model_to_hold_out_are_refused_before_the_run(fol
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory) -> str:
-    """Every sixtieth row of the shipped table, as a file of its own."""
+    """Every sixtieth row of the shipped table, as a file."""
     from precision_time.predictor.rows.public_table import shipped_measurements
     from precision_time.storage.tables import write_table
 
     path = str(tmp_path_factory.mktemp("table") / "some.parquet")
     write_table(path, shipped_measurements().iloc[::60])
     return path
-
-
-@pytest.fixture
-def passing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick validation that lets everything through: what is tested is what becomes of the result."""
-    from precision_time.flows.retraining import retrain
-    from precision_time.tasks.publishing.gate import GateDecision
-    from precision_time.tasks.publishing.validate import Validation
-
-    validation = Validation(accuracy={}, cross_validations={}, radii={"known": 0.2}, level=0.9)
-    monkeypatch.setattr(retrain, "validate_predictor", lambda snapshot, **settings: validation)
-    monkeypatch.setattr(
-        retrain, "judge_challenger", lambda snapshot, validation, **settings: GateDecision(passed=True, reasons=())
-    )
-    monkeypatch.setattr(retrain, "draw_retraining_plots", lambda *parts: {})
-    monkeypatch.setattr(retrain, "write_report", lambda *parts, **settings: "# Accuracy\n")
-    monkeypatch.setattr(retrain, "publish_pages", lambda **pages: None)
 
 
 @pytest.mark.usefixtures("passing_gate")
@@ -176,13 +159,13 @@ def test_the_command_exports_what_is_in_use(tmp_path, table, capsys) -> None:
         "--export", str(tmp_path / "shipped" / "bundled"),
     ]  # fmt: skip
     assert run(command) == 0
-    assert "default@1 answers as bundled@1" in capsys.readouterr().err
+    assert "exported default@1 as bundled@1" in capsys.readouterr().err
     exported = {path.name for path in (tmp_path / "shipped" / "bundled" / "1").iterdir()}
     assert exported == {"manifest.json", "predictor.json", "trees.npz", "report.md"}
     assert run([*command, "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["status"] == "nothing new"
-    assert "default@1 answers as bundled@1" in captured.err
+    assert "exported default@1 as bundled@1" in captured.err
 
 
 def test_a_retraining_on_nothing_is_bad_input(tmp_path, capsys) -> None:

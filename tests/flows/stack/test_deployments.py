@@ -31,8 +31,8 @@ def read_yaml() -> dict[str, dict[str, Any]]:
 
 
 def as_yaml(name: str) -> dict[str, Any]:
-    """What prefect.yaml ought to say of the deployment ``name``."""
-    (planned,) = [one for one in plan_deployments(HOME) if one.name == name]
+    """The entry that prefect.yaml should have for the deployment ``name``."""
+    (planned,) = [deployment for deployment in plan_deployments(HOME) if deployment.name == name]
     job_variables = dict(planned.job_variables)
     job_variables["command"] = job_variables["command"].replace(sys.executable, "python")
     entry: dict[str, Any] = {
@@ -50,7 +50,7 @@ def as_yaml(name: str) -> dict[str, Any]:
 
 def test_the_file_for_teams_says_what_the_code_says() -> None:
     written = read_yaml()
-    names = {one.name for one in plan_deployments(HOME)}
+    names = {deployment.name for deployment in plan_deployments(HOME)}
     assert names == {"profiling-campaign", "retrain-predictor", "nightly-retrain", "roll-back"}
     assert written == {name: as_yaml(name) for name in names}
 
@@ -65,7 +65,7 @@ def test_every_deployment_starts_with_parameters_that_its_flow_takes(forms: dict
     for planned in plan_deployments(HOME):
         assert specs[planned.name].model_validate(planned.parameters["spec"])
         assert validate(planned.parameters, forms[planned.full_name]) == []
-        assert all(one.startswith(HOME) for one in planned.parameters["spec"].values() if str(one).startswith("/"))
+        assert all(value.startswith(HOME) for value in planned.parameters["spec"].values() if str(value)[:1] == "/")
 
 
 def test_a_quick_run_is_a_small_campaign_on_the_cluster_that_is_up() -> None:
@@ -106,7 +106,7 @@ def test_the_form_has_chips_for_what_is_built_in_and_takes_what_is_not(forms: di
 )
 def test_a_schedule_that_cannot_be_is_refused(cron: str, timezone: str) -> None:
     with pytest.raises(InputError, match="five fields"):
-        Nightly(cron=cron, timezone=timezone).schedule()
+        Nightly(cron=cron, timezone=timezone).to_prefect()
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -119,8 +119,8 @@ def test_registering_again_renews_and_keeps_the_schedule_unless_another_is_given
 
     def nightly_schedule() -> tuple[str, str, bool]:
         with get_client(sync_client=True) as client:
-            (found,) = client.read_deployment_by_name("nightly-retrain/nightly-retrain").schedules
-        return found.schedule.cron, found.schedule.timezone, found.active
+            (entry,) = client.read_deployment_by_name("nightly-retrain/nightly-retrain").schedules
+        return entry.schedule.cron, entry.schedule.timezone, entry.active
 
     first = register_deployments(plan_deployments(HOME), forms, version="1", keep_schedules=True)
     assert nightly_schedule() == ("15 2 * * *", "UTC", False)
@@ -129,14 +129,14 @@ def test_registering_again_renews_and_keeps_the_schedule_unless_another_is_given
     register_deployments(plan_deployments(f"{HOME}/moved"), forms, version="3", keep_schedules=True)
     assert nightly_schedule() == ("0 4 * * 1", "Europe/Berlin", True)
     with get_client(sync_client=True) as client:
-        found = client.read_deployment_by_name("profiling-campaign/profiling-campaign")
-    assert found.version == "3"
-    assert found.parameters["spec"]["data"] == f"{HOME}/moved/precision-time-data"
-    assert found.global_concurrency_limit is not None
-    assert found.global_concurrency_limit.limit == 1
-    assert found.concurrency_options is not None
-    assert found.concurrency_options.collision_strategy == "ENQUEUE"
-    assert found.enforce_parameter_schema
+        deployment = client.read_deployment_by_name("profiling-campaign/profiling-campaign")
+    assert deployment.version == "3"
+    assert deployment.parameters["spec"]["data"] == f"{HOME}/moved/precision-time-data"
+    assert deployment.global_concurrency_limit is not None
+    assert deployment.global_concurrency_limit.limit == 1
+    assert deployment.concurrency_options is not None
+    assert deployment.concurrency_options.collision_strategy == "ENQUEUE"
+    assert deployment.enforce_parameter_schema
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -148,9 +148,9 @@ def test_registering_again_keeps_when_a_predictor_is_stale_unless_it_is_given(fo
 
     def stale_after() -> float | None:
         with get_client(sync_client=True) as client:
-            found = client.read_deployment_by_name("nightly-retrain/nightly-retrain")
-        assert validate(found.parameters, forms["nightly-retrain/nightly-retrain"]) == []
-        return found.parameters["spec"].get("stale_after_days")
+            deployment = client.read_deployment_by_name("nightly-retrain/nightly-retrain")
+        assert validate(deployment.parameters, forms["nightly-retrain/nightly-retrain"]) == []
+        return deployment.parameters["spec"].get("stale_after_days")
 
     ids = register_deployments(plan_deployments(HOME), forms, version="1")
     assert stale_after() is None

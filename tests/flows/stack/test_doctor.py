@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 from precision_time.__main__ import app, run
 from precision_time.flows.stack import doctor, doctor_server
 from precision_time.flows.stack.deployments import plan_deployments
-from precision_time.flows.stack.doctor import Patient, examine
+from precision_time.flows.stack.doctor import Installation, examine
 from precision_time.flows.stack.findings import Finding
 
 LOGIN = "team:secret-word"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers as Prefect's server does where the doctor asks; tests change what it says."""
+    """Answers the doctor's requests like Prefect's server; tests change its answers."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -93,31 +93,30 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
 
 
-def make_patient(**changes: Any) -> Patient:
+def make_installation(**changes: Any) -> Installation:
     values: dict[str, Any] = dict.fromkeys(("api", "login", "cluster", "data", "registry"))
-    return Patient(**(values | changes))
+    return Installation(**(values | changes))
 
 
-def find(patient: Patient, topic: str, level: str = "problem") -> Finding:
-    (found,) = [one for one in examine(patient) if (one.topic, one.level) == (topic, level)]
-    assert found.fix or level == "ok"
-    return found
+def find(installation: Installation, topic: str, level: str = "problem") -> Finding:
+    (match,) = [finding for finding in examine(installation) if (finding.topic, finding.level) == (topic, level)]
+    assert match.fix or level == "ok"
+    return match
 
 
 def test_a_machine_on_which_nothing_runs_is_well() -> None:
-    assert {found.level for found in examine(make_patient())} == {"ok"}
+    assert {finding.level for finding in examine(make_installation())} == {"ok"}
 
 
 def test_a_server_in_order_is_well(server: Server) -> None:
-    found = examine(make_patient(api=server.api))
-    assert [one for one in found if one.level != "ok"] == []
-    assert "gpu-box" in find(make_patient(api=server.api), "worker", "ok").evidence
+    assert {finding.level for finding in examine(make_installation(api=server.api))} == {"ok"}
+    assert "gpu-box" in find(make_installation(api=server.api), "worker", "ok").evidence
 
 
 def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
-    found = find(make_patient(api="http://user:secret-word@127.0.0.1:9/api"), "prefect")
-    assert "127.0.0.1:9" in found.evidence
-    assert "secret-word" not in str(found)
+    finding = find(make_installation(api="http://user:secret-word@127.0.0.1:9/api"), "prefect")
+    assert "127.0.0.1:9" in finding.evidence
+    assert "secret-word" not in str(finding)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +138,12 @@ def test_what_keeps_runs_waiting_is_found(server: Server, path: str, answer: Any
     server.answers[path] = answer
     if answer is None:
         del server.answers[path]
-    assert words in find(make_patient(api=server.api), topic).fix
+    assert words in find(make_installation(api=server.api), topic).fix
 
 
 def test_a_server_of_another_release_is_a_warning(server: Server) -> None:
     server.answers["/api/admin/version"] = "3.0.0"
-    assert "server 3.0.0" in find(make_patient(api=server.api), "prefect", "warning").evidence
+    assert "server 3.0.0" in find(make_installation(api=server.api), "prefect", "warning").evidence
 
 
 @pytest.mark.parametrize("login", [None, "team:wrong"])
@@ -152,36 +151,36 @@ def test_a_missing_and_a_wrong_login_are_told_apart_from_a_server_that_is_away(
     server: Server, login: str | None
 ) -> None:
     server.login = LOGIN
-    found = find(make_patient(api=server.api, login=login), "auth")
-    assert "401" in found.evidence
-    assert "PREFECT_API_AUTH_STRING" in found.fix
-    assert "team:" not in str(found)
-    well = find(make_patient(api=server.api, login=LOGIN), "auth", "ok")
-    assert well.what == "the server asks for the login that is set"
+    finding = find(make_installation(api=server.api, login=login), "auth")
+    assert "401" in finding.evidence
+    assert "PREFECT_API_AUTH_STRING" in finding.fix
+    assert "team:" not in str(finding)
+    accepted = find(make_installation(api=server.api, login=LOGIN), "auth", "ok")
+    assert accepted.what == "the server requires a login, and accepts the one that is set"
 
 
 def test_an_open_server_and_plain_http_on_the_network_are_problems(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_server, "is_loopback", lambda url: False)
-    assert "in clear" in find(make_patient(api=server.api), "tls").what
-    assert "PREFECT_SERVER_API_AUTH_STRING" in find(make_patient(api=server.api), "auth").fix
+    assert "unencrypted" in find(make_installation(api=server.api), "tls").what
+    assert "PREFECT_SERVER_API_AUTH_STRING" in find(make_installation(api=server.api), "auth").fix
 
 
 def test_a_dask_scheduler_on_the_network_needs_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CONNECT_S", 0.2)
-    assert "tls://" in find(make_patient(cluster="tcp://192.0.2.1:8786"), "tls").fix
-    assert [one for one in examine(make_patient(cluster="tls://192.0.2.1:8786")) if one.topic == "tls"] == []
-    assert "tcp://127.0.0.1:9" in find(make_patient(cluster="tcp://127.0.0.1:9"), "dask").evidence
+    assert "tls://" in find(make_installation(cluster="tcp://192.0.2.1:8786"), "tls").fix
+    assert "tls" not in {finding.topic for finding in examine(make_installation(cluster="tls://192.0.2.1:8786"))}
+    assert "tcp://127.0.0.1:9" in find(make_installation(cluster="tcp://127.0.0.1:9"), "dask").evidence
 
 
 def test_two_distributions_of_xgboost_and_a_wrong_dask_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     real = doctor._version
     made_up = {"xgboost": "3.2.0", "xgboost-cpu": "3.2.0", "dask": "2020.1.0"}
     monkeypatch.setattr(doctor, "_version", lambda name: made_up.get(name) or real(name))
-    found = {one.what: one for one in examine(make_patient()) if one.level == "problem"}
-    assert any("own the same files" in what for what in found)
-    assert any("dask 2020.1.0, wanted ==" in one.evidence for one in found.values())
+    problems = {finding.what: finding for finding in examine(make_installation()) if finding.level == "problem"}
+    assert any("own the same files" in what for what in problems)
+    assert any("dask 2020.1.0, wanted ==" in finding.evidence for finding in problems.values())
 
 
 @pytest.mark.parametrize(
@@ -198,15 +197,15 @@ def test_gpus_of_the_driver_that_torch_does_not_see_are_a_problem(
     done = subprocess.CompletedProcess[str]([], 0, stdout=answer, stderr="")
     monkeypatch.setattr(doctor, "count_gpus", lambda: listed)
     monkeypatch.setattr(doctor.subprocess, "run", lambda *arguments, **options: done)
-    found = find(make_patient(), "gpus", level)
-    assert word in f"{found.what} {found.evidence}"
+    finding = find(make_installation(), "gpus", level)
+    assert word in f"{finding.what} {finding.evidence}"
 
 
 def test_places_that_cannot_be_written_are_problems(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for topic in ("data", "registry"):
-        assert find(make_patient(**{topic: str(tmp_path / "file")}), topic).evidence
-        assert find(make_patient(**{topic: str(tmp_path / topic)}), topic, "ok")
+        assert find(make_installation(**{topic: str(tmp_path / "file")}), topic).evidence
+        assert find(make_installation(**{topic: str(tmp_path / topic)}), topic, "ok")
 
 
 def test_a_store_that_takes_calls_and_says_nothing_is_a_problem_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,15 +217,15 @@ def test_a_store_that_takes_calls_and_says_nothing_is_a_problem_soon(monkeypatch
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "test")
         began = time.monotonic()
-        found = find(make_patient(registry="s3://bucket/registry"), "registry")
+        finding = find(make_installation(registry="s3://bucket/registry"), "registry")
     assert time.monotonic() - began < 30  # the library alone would ask again for minutes
-    assert "s3" in f"{found.what} {found.evidence}"
+    assert "s3" in f"{finding.what} {finding.evidence}"
 
 
 def test_a_check_that_breaks_is_a_finding_and_stops_no_other(server: Server) -> None:
     server.answers["/api/work_pools/campaigns"] = "no pool at all"
-    found = find(make_patient(api=server.api), "prefect")
-    assert "TypeError" in found.evidence
+    finding = find(make_installation(api=server.api), "prefect")
+    assert "TypeError" in finding.evidence
 
 
 def test_the_command_ends_with_3_only_when_there_is_a_problem(
@@ -246,13 +245,14 @@ def test_the_command_ends_with_3_only_when_there_is_a_problem(
 
 
 def test_an_api_that_was_set_wrongly_is_told_from_one_that_is_away(server: Server) -> None:
-    for api, what in ((server.api.removesuffix("/api"), "is not Prefect's API"), ("banana", "no address of a server")):
-        found = find(make_patient(api=api), "prefect")
-        assert what in found.what
-        assert "/api" in found.fix
+    without_path = server.api.removesuffix("/api")
+    for api, what in ((without_path, "is not Prefect's API"), ("banana", "not the address of a server")):
+        finding = find(make_installation(api=api), "prefect")
+        assert what in finding.what
+        assert "/api" in finding.fix
 
 
 def test_a_stack_that_was_killed_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "up.json").write_text("{}", encoding="utf-8")
-    patient = Patient.find(tmp_path)
-    assert "without tidying up" in find(patient, "up", "warning").what
+    installation = Installation.find(tmp_path)
+    assert "without cleaning up" in find(installation, "up", "warning").what

@@ -1,4 +1,4 @@
-"""``precision-time up``: what it refuses before it starts anything, what it tells, and its processes."""
+"""``precision-time up``: what it refuses before it starts anything, the addresses it prints, and its processes."""
 
 import fcntl
 import json
@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from precision_time.flows.stack.commands import doctor, up
-from precision_time.flows.stack.processes import Part, choose_port, dask_parts, require_scheduler
+from precision_time.flows.stack.services import Service, choose_port, dask_services, require_scheduler
 from precision_time.flows.stack.up import Addresses, UpSettings, prefilled_form, read_addresses, stay_up
 from precision_time.storage.errors import InputError, PrecisionTimeError
 
@@ -61,7 +61,7 @@ def test_what_a_dead_stack_left_is_taken_over(tmp_path: Path, taken_port: int) -
     said: list[str] = []
     with pytest.raises(InputError, match="in use"):
         stay_up(UpSettings(home=tmp_path, port=taken_port), announce=never, say=said.append)
-    assert said == ["the stack of process 17 ended without tidying up; taking over"]
+    assert said == ["the precision-time up of process 17 ended without cleaning up; taking over"]
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "tcp://host", "gpu"])
@@ -72,7 +72,7 @@ def test_a_cluster_that_up_cannot_offer_is_refused(tmp_path: Path, cluster: str)
 
 def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PrecisionTimeError, match="home of the stack"):
+    with pytest.raises(PrecisionTimeError, match="home folder cannot be written"):
         stay_up(UpSettings(home=tmp_path / "file"), announce=never)
 
 
@@ -83,16 +83,16 @@ def test_the_prefilled_form_carries_its_parameters_encoded_twice() -> None:
     assert json.loads(unquote(parse_qs(url.query)["parameters"][0])) == parameters
 
 
-def make_part(tmp_path: Path, code: str, *, patience_s: float = 10.0) -> Part:
-    return Part(
-        "the part", [sys.executable, "-c", code], dict(os.environ), tmp_path / "part.log", patience_s=patience_s
+def make_service(tmp_path: Path, code: str, *, stop_wait_s: float = 10.0) -> Service:
+    return Service(
+        "the service", [sys.executable, "-c", code], dict(os.environ), tmp_path / "service.log", stop_wait_s=stop_wait_s
     )
 
 
-def wait_until_said(part: Part, word: str) -> None:
+def wait_until_said(service: Service, word: str) -> None:
     deadline = time.monotonic() + 60
-    while word not in part.tail():
-        assert time.monotonic() < deadline, part.tail()
+    while word not in service.tail():
+        assert time.monotonic() < deadline, service.tail()
         time.sleep(0.02)
 
 
@@ -102,12 +102,12 @@ def test_a_part_that_does_not_stop_is_killed_with_its_children(tmp_path: Path) -
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
         "print('child', child.pid, 'ready', flush=True); time.sleep(600)"
     )
-    part = make_part(tmp_path, code, patience_s=0.2)
-    part.start()
-    wait_until_said(part, "ready")
-    child = int(part.tail().split()[1])
-    part.stop()
-    assert not part.is_running
+    service = make_service(tmp_path, code, stop_wait_s=0.2)
+    service.start()
+    wait_until_said(service, "ready")
+    child = int(service.tail().split()[1])
+    service.stop()
+    assert not service.is_running
     deadline = time.monotonic() + 10
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
@@ -115,12 +115,12 @@ def test_a_part_that_does_not_stop_is_killed_with_its_children(tmp_path: Path) -
 
 
 def test_a_part_that_ends_by_itself_tells_its_last_words(tmp_path: Path) -> None:
-    part = make_part(tmp_path, "raise SystemExit('no such table')")
-    part.start()
-    assert part.process is not None
-    part.process.wait(timeout=60)
-    with pytest.raises(PrecisionTimeError, match="the part ended right after the start; got: no such table"):
-        part.require_running()
+    service = make_service(tmp_path, "raise SystemExit('no such table')")
+    service.start()
+    assert service.process is not None
+    service.process.wait(timeout=60)
+    with pytest.raises(PrecisionTimeError, match="the service ended right after the start; got: no such table"):
+        service.require_running()
 
 
 def test_a_tied_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
@@ -139,11 +139,11 @@ def test_a_tied_process_ends_with_the_one_that_started_it(tmp_path: Path) -> Non
 
 
 def test_the_scheduler_listens_on_this_machine_only_and_runs_no_rank_again(tmp_path: Path) -> None:
-    scheduler, workers = dask_parts(port=1, dashboard_port=2, workers=3, on_gpus=False, logs=tmp_path)
+    scheduler, workers = dask_services(port=1, dashboard_port=2, workers=3, on_gpus=False, logs=tmp_path)
     assert "127.0.0.1" in scheduler.command
     assert scheduler.environment["DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES"] == "0"
     assert list(workers.command)[-4:] == ["--nthreads", "1", "--nworkers", "3"]
-    on_gpus = dask_parts(port=1, dashboard_port=2, workers=3, on_gpus=True, logs=tmp_path)[1]
+    on_gpus = dask_services(port=1, dashboard_port=2, workers=3, on_gpus=True, logs=tmp_path)[1]
     assert "cuda" in on_gpus.command
     assert "--nworkers" not in on_gpus.command
 

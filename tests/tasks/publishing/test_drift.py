@@ -1,4 +1,4 @@
-"""New measurements are put to the champion's intervals, by GPU and by model; few of them say nothing."""
+"""New measurements are compared with the champion's intervals, by GPU and by model; a few are not enough."""
 
 import dataclasses
 import json
@@ -10,21 +10,17 @@ from precision_time.predictor.answering.artifact import PublishedPredictor
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.rows.observations import observe
 from precision_time.tasks.publishing.drift import watch_drift
-
-
-class Manifest:
-    artifact_id = "default@7"
+from precision_time.tests.tasks.publishing.made_up import as_champion
 
 
 @pytest.fixture(scope="module")
 def champion(measure) -> PublishedPredictor:
     radius = {"known": math.log(1.3)}
-    predictor = HierarchicalPredictor.fit(observe(measure())).with_intervals(radius, level=0.9)
-    return PublishedPredictor(manifest=Manifest(), predictor=predictor, workloads=(), hardware=())  # type: ignore[arg-type]
+    return as_champion(HierarchicalPredictor.fit(observe(measure())).with_intervals(radius, level=0.9))
 
 
 def remeasure(measure, *, slower: dict[str, float], **what: object):
-    """The world of another day, on which models are ``slower`` by a factor."""
+    """New measurements in which models are ``slower`` by a factor."""
     return observe(
         dataclasses.replace(row, iteration_time_s=row.iteration_time_s * slower.get(row.model, 1.0))
         for row in measure(seed=1, **what)

@@ -13,28 +13,13 @@ from precision_time.predictor.rows.observations import observe
 from precision_time.tasks.publishing.drift import watch_drift
 from precision_time.tasks.publishing.gate import chance_of_mean, correct_for_many, judge_challenger
 from precision_time.tasks.publishing.report import write_report
-from precision_time.tasks.publishing.train import Snapshot
+from precision_time.tasks.publishing.snapshot import Snapshot
 from precision_time.tasks.publishing.validate import validate_predictor
-
-
-class Manifest:
-    artifact_id = "default@7"
-
-
-def snapshot_of(measurements, holdout=()) -> Snapshot:
-    return Snapshot(
-        training=tuple(observe(measurements)),
-        holdout=tuple(observe(holdout)),
-        workloads=(),
-        hardware=(),
-        sha256="0" * 64,
-        problems=(),
-    )
+from precision_time.tests.tasks.publishing.made_up import as_champion, make_snapshot
 
 
 def publish(measurements, radii=None) -> PublishedPredictor:
-    predictor = HierarchicalPredictor.fit(observe(measurements)).with_intervals(radii or {}, level=0.9)
-    return PublishedPredictor(manifest=Manifest(), predictor=predictor, workloads=(), hardware=())  # type: ignore[arg-type]
+    return as_champion(HierarchicalPredictor.fit(observe(measurements)).with_intervals(radii or {}, level=0.9))
 
 
 def scale(measurements, factor):
@@ -48,16 +33,6 @@ def scale(measurements, factor):
         )
         for number, row in enumerate(measurements)
     ]
-
-
-@pytest.fixture(scope="module")
-def snapshot(measure) -> Snapshot:
-    return snapshot_of(measure(), measure(models=("gpt2_mini",)))
-
-
-@pytest.fixture(scope="module")
-def validation(snapshot):
-    return validate_predictor(snapshot, level=0.9, seed=0)
 
 
 def test_a_first_artifact_passes_on_coverage_and_a_win_over_the_closed_forms(snapshot, validation) -> None:
@@ -91,43 +66,43 @@ def test_a_challenger_that_knows_the_new_rows_replaces_a_champion_that_does_not(
 
 
 def test_a_challenger_that_is_worse_on_new_rows_is_stopped(measure) -> None:
-    # The new rows contradict each other by a factor of 3, while the champion happens to know them.
+    # The rows for training contradict each other by a factor of 3, and the champion was trained on the true ones.
     new = measure(batches=(8, 16, 32))
     champion = publish(new)
     confused = scale(new, lambda number, row: 3.0 if number % 2 else 1.0)
-    validation = validate_predictor(snapshot_of(confused), level=0.9, seed=0)
-    decision = judge_challenger(snapshot_of(new), validation, champion=champion, trained={})
+    validation = validate_predictor(make_snapshot(observe(confused)), level=0.9, seed=0)
+    decision = judge_challenger(make_snapshot(observe(new)), validation, champion=champion, trained={})
     assert not decision.passed
 
 
 def test_no_new_row_means_nothing_to_publish(snapshot, validation, measure) -> None:
-    cells = dict.fromkeys(seen.measurement.cell_id for seen in snapshot.training)
+    cells = dict.fromkeys(row.measurement.cell_id for row in snapshot.training)
     decision = judge_challenger(snapshot, validation, champion=publish(measure()), trained=cells)
     assert not decision.passed
     assert "no row is new since default@7" in decision.reasons
 
 
 def out_of_fold(snapshot: Snapshot, factor) -> dict[str, float | None]:
-    """What a champion of ``factor(measurement)`` off said to every row before it learned from it."""
-    rows = [seen.measurement for seen in snapshot.training]
+    """Out-of-fold predictions of a champion that is off by ``factor(measurement)``."""
+    rows = [observation.measurement for observation in snapshot.training]
     return {row.cell_id: row.iteration_time_s * factor(row) for row in rows}
 
 
 def test_a_night_with_few_new_rows_is_judged_on_the_older_ones(snapshot, validation, measure) -> None:
     champion = publish(measure())
     exact, far = out_of_fold(snapshot, lambda row: 1.001), out_of_fold(snapshot, lambda row: 1.5)
-    newest = [seen.measurement.cell_id for seen in snapshot.training[:2]]
+    newest = [observation.measurement.cell_id for observation in snapshot.training[:2]]
     held = judge_challenger(
         snapshot, validation, champion=champion, trained={cell: exact[cell] for cell in exact if cell not in newest}
     )
     assert not held.passed
-    assert [(one.what, one.rows, one.worse) for one in held.comparisons[:2]] == [
+    assert [(comparison.what, comparison.rows, comparison.worse) for comparison in held.comparisons[:2]] == [
         ("new rows", 2, False), ("all rows", 36, True),
     ]  # fmt: skip
     assert held.comparisons[0].chance is None
     passed = judge_challenger(snapshot, validation, champion=champion, trained=far)
     assert passed.passed
-    assert [one.what for one in passed.comparisons] == ["all rows", "amp_bf16", "fp32"]
+    assert [comparison.what for comparison in passed.comparisons] == ["all rows", "amp_bf16", "fp32"]
 
 
 def test_a_precision_that_gets_worse_holds_a_challenger_back_that_is_better_overall(
@@ -135,9 +110,9 @@ def test_a_precision_that_gets_worse_holds_a_challenger_back_that_is_better_over
 ) -> None:
     trained = out_of_fold(snapshot, lambda row: 1.001 if row.precision == "amp_bf16" else 2.0)
     decision = judge_challenger(snapshot, validation, champion=publish(measure()), trained=trained)
-    judged = {one.what: one for one in decision.comparisons}
+    judged = {comparison.what: comparison for comparison in decision.comparisons}
     assert judged["all rows"].challenger < judged["all rows"].champion
-    assert {name for name, one in judged.items() if one.worse} == {"amp_bf16"}
+    assert {name for name, comparison in judged.items() if comparison.worse} == {"amp_bf16"}
     assert not decision.passed
     assert any("18 rows of amp_bf16" in reason for reason in decision.reasons)
     assert json.loads(json.dumps(decision.to_dict()))["comparisons"][1]["what"] == "amp_bf16"
@@ -145,13 +120,13 @@ def test_a_precision_that_gets_worse_holds_a_challenger_back_that_is_better_over
 
 def test_where_no_test_can_tell_the_mean_decides(snapshot, validation, measure) -> None:
     trained: dict[str, float | None] = dict.fromkeys(out_of_fold(snapshot, lambda row: 1.0))
-    four = [seen.measurement.cell_id for seen in snapshot.training[:4]]
+    four = [observation.measurement.cell_id for observation in snapshot.training[:4]]
     for factor, passes in ((1.001, False), (2.0, True)):
-        known = {
+        predicted = {
             cell: time_s for cell, time_s in out_of_fold(snapshot, lambda row, by=factor: by).items() if cell in four
         }
-        decision = judge_challenger(snapshot, validation, champion=publish(measure()), trained=trained | known)
-        assert [one.chance for one in decision.comparisons if one.what == "all rows"] == [None]
+        decision = judge_challenger(snapshot, validation, champion=publish(measure()), trained=trained | predicted)
+        assert [comparison.chance for comparison in decision.comparisons if comparison.what == "all rows"] == [None]
         assert decision.passed is passes
 
 
@@ -183,14 +158,14 @@ def test_the_report_has_the_numbers_of_the_gate_and_of_the_drift_watch(snapshot,
     champion = publish(measure(models=("mlp",)), {"known": math.log(1.2), "new family": math.log(1.2)})
     trained = dict.fromkeys(row.cell_id for row in measure(models=("mlp",)))
     decision = judge_challenger(snapshot, validation, champion=champion, trained=trained)
-    new = [seen for seen in snapshot.training if seen.measurement.cell_id not in trained]
+    new = [observation for observation in snapshot.training if observation.measurement.cell_id not in trained]
     drift = watch_drift(new, champion=champion)
     text = write_report(snapshot, validation, decision, holdout_models=(), drift=drift)
     assert "| rows of | rows |" in text
     assert f"| new rows | {len(new)} |" in text
     assert "| model | vit_tiny |" in text
-    told = text.partition("```json")[2].partition("```")[0]
-    assert json.loads(told) == json.loads(json.dumps(decision.to_dict()))
+    written = text.partition("```json")[2].partition("```")[0]
+    assert json.loads(written) == json.loads(json.dumps(decision.to_dict()))
 
 
 def test_the_report_shows_no_figure_without_its_baselines(snapshot, validation) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of campaigns and retrainings: what is drawn, who predicted, what is left out, and how heavy they are."""
+"""Pictures of campaigns and retrainings: what is drawn, who predicted, what is left out, and how large they are."""
 
 import io
 import sys
@@ -12,7 +12,7 @@ import pytest
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.predictor.scoring.cross_validation import CrossValidation
 from precision_time.storage.schema import Measurement
-from precision_time.tasks.publishing.plots import SHOWN, draw_campaign_plots, draw_retraining_plots, show_plots
+from precision_time.tasks.publishing.plots import CAPTIONS, draw_campaign_plots, draw_retraining_plots, show_plots
 from precision_time.tasks.publishing.validate import Validation
 
 Measure = Callable[..., list[Measurement]]
@@ -39,7 +39,7 @@ def test_a_large_campaign_is_drawn_in_three_light_pictures(measure: Measure) -> 
         size, colours = colours_of(png)
         assert min(size) > 300, name
         assert len(png) < MOST_BYTES, name
-        # A palette may not cost the few coloured points among all of the white.
+        # The palette must keep the colours of a few points on a white ground.
         assert any(blue - red > 60 for red, _, blue in colours), name
     assert "6 more models and batches are in the table only." in drawn.remarks
 
@@ -52,16 +52,16 @@ def test_it_is_said_who_predicted_and_how_much_of_it_the_artifact_had_seen(
     monkeypatch.delenv("PRECISION_TIME_ARTIFACT", raising=False)
     measured = measure(models=("mlp", "vit_tiny"))
     by_champion = _publish_champion(publish_made_up, tmp_path, measured[:18])
-    (said,) = draw_campaign_plots(measured, name="trial", registry=by_champion).remarks
-    assert said.startswith(
-        "Predictions are those of default@1, the champion of this campaign's registry, which has learned from 18 of "
+    (remark,) = draw_campaign_plots(measured, name="trial", registry=by_champion).remarks
+    assert remark.startswith(
+        "Predictions are those of default@1, the champion of this campaign's registry, which was trained on 18 of "
         "these 24 cells. Mean error "
     )
-    (said,) = draw_campaign_plots(measured, name="trial", registry=str(tmp_path / "nothing")).remarks
-    assert "default@1" not in said
+    (remark,) = draw_campaign_plots(measured, name="trial", registry=str(tmp_path / "nothing")).remarks
+    assert "default@1" not in remark
     monkeypatch.setenv("PRECISION_TIME_ARTIFACT", str(tmp_path / "nothing" / "default"))
-    (said,) = draw_campaign_plots(measured, name="trial").remarks
-    assert said.startswith("Predictions are those of the closed forms: no artifact can be used")
+    (remark,) = draw_campaign_plots(measured, name="trial").remarks
+    assert remark.startswith("Predictions are those of the closed forms: no artifact can be used")
 
 
 def _publish_champion(publish: Publish, folder: Path, measured: Sequence[Measurement]) -> str:
@@ -94,7 +94,7 @@ def test_without_matplotlib_the_report_says_so(measure: Measure, monkeypatch: py
 
 def test_a_retraining_is_drawn_by_row_and_by_precision(measure: Measure) -> None:
     observed = observe(measure())
-    measured = np.array([seen.measurement.iteration_time_s for seen in observed])
+    measured = np.array([row.measurement.iteration_time_s for row in observed])
     done = CrossValidation(
         split="configuration", rows=np.arange(len(observed)), measured_s=measured,
         predicted_s={"predictor": 1.1 * measured, "precision_blind": 2.0 * measured, "roofline": 0.6 * measured},
@@ -106,12 +106,12 @@ def test_a_retraining_is_drawn_by_row_and_by_precision(measure: Measure) -> None
     pictures = draw_retraining_plots(validation, observed)
     assert list(pictures) == ["predicted.png", "precision.png", "gpus.png", "speedup.png"]
     assert all(png.startswith(b"\x89PNG") and len(png) < MOST_BYTES for png in pictures.values())
-    assert set(pictures) <= set(SHOWN)
+    assert set(pictures) <= set(CAPTIONS)
 
 
 def validate_made_up(observed: Sequence[Observation], *, error: float) -> Validation:
-    """A validation with log errors that are mostly below ``error``, and a few far above it."""
-    measured = np.array([seen.measurement.iteration_time_s for seen in observed])
+    """A validation whose log errors are mostly below ``error``, and a few of them far above."""
+    measured = np.array([row.measurement.iteration_time_s for row in observed])
     odd = np.random.default_rng(0).standard_t(3, len(measured))
     done = CrossValidation(
         split="configuration", rows=np.arange(len(observed)), measured_s=measured,
@@ -148,9 +148,9 @@ def test_a_retraining_draws_gpus_and_speed_up_of_campaigns_before_tables_and_onl
         return write(self, title, **style)
 
     monkeypatch.setattr(Axes, "set_title", keep)
-    own = observe(measure(models=("mlp",)))
-    table = [replace(seen, index=number) for number, seen in enumerate(observe(measure(models=("vit_tiny",))))]
-    for rows, model in ((own + table, "mlp"), (table, "vit_tiny")):
+    of_campaign = observe(measure(models=("mlp",)))
+    table = [replace(row, index=number) for number, row in enumerate(observe(measure(models=("vit_tiny",))))]
+    for rows, model in ((of_campaign + table, "mlp"), (table, "vit_tiny")):
         titles.clear()
         pictures = draw_retraining_plots(validate_made_up(rows, error=0.1), rows)
         assert list(pictures) == ["predicted.png", "precision.png", "gpus.png", "speedup.png"]
@@ -193,4 +193,4 @@ def test_runs_on_two_devices_share_no_line_and_no_ratio_and_repeats_count_once(
 
 def test_a_picture_has_words_for_whoever_cannot_see_it() -> None:
     (line, blank) = show_plots(["speedup.png"])
-    assert (line, blank) == ("![Speed-up of each precision over fp32, a point a cell](plots/speedup.png)", "")
+    assert (line, blank) == ("![Speed-up of each precision over fp32, one point per cell](plots/speedup.png)", "")

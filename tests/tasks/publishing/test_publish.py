@@ -1,4 +1,4 @@
-"""The champion is what its alias points to now and knows its cells; a bundle is what of it answers."""
+"""The champion is the version that its alias points to now; a bundle holds the files that answer questions."""
 
 import dataclasses
 from pathlib import Path
@@ -13,9 +13,9 @@ from precision_time.storage.errors import InputError, IntegrityError, NotFoundEr
 from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.registry import Registry
 from precision_time.tasks.publishing import publish
-from precision_time.tasks.publishing.publish import export_bundle, find_champion, publish_predictor, trained_cells
-from precision_time.tasks.publishing.train import Snapshot
-from precision_time.tasks.publishing.validate import Validation
+from precision_time.tasks.publishing.champion import find_champion, trained_cells
+from precision_time.tasks.publishing.publish import export_bundle, publish_predictor
+from precision_time.tests.tasks.publishing.made_up import NOT_VALIDATED, make_snapshot
 
 
 def test_the_champion_is_the_version_the_alias_points_to_now(tmp_path: Path, measure, publish_made_up) -> None:
@@ -125,21 +125,19 @@ def test_a_bundle_above_its_limit_and_one_in_a_registry_are_refused(
 def test_the_device_that_is_assumed_is_that_of_campaigns_first(
     campaign: list[str], others: list[str], assumed: str, tmp_path: Path, measure
 ) -> None:
-    rows = [seen for gpu in campaign for seen in observe(measure(models=("mlp",), gpu=gpu))]
+    rows = [row for gpu in campaign for row in observe(measure(models=("mlp",), gpu=gpu))]
     for gpu in others:
         rows += [
-            dataclasses.replace(seen, index=number)
-            for number, seen in enumerate(observe(measure(models=("mlp",), batches=(8, 16, 32, 64), gpu=gpu)))
+            dataclasses.replace(row, index=number)
+            for number, row in enumerate(observe(measure(models=("mlp",), batches=(8, 16, 32, 64), gpu=gpu)))
         ]
-    snapshot = Snapshot(training=tuple(rows), holdout=(), workloads=(), hardware=(), sha256="0" * 64, problems=())
     manifest = publish_predictor(
         HierarchicalPredictor.fit(rows),
-        snapshot,
-        Validation(accuracy={}, cross_validations={}, radii={}, level=0.9),
+        make_snapshot(rows),
+        NOT_VALIDATED,
         report="card",
         registry=str(tmp_path),
         name="default",
-        alias="champion",
         holdout_models=(),
         seed=0,
     )
@@ -148,18 +146,16 @@ def test_the_device_that_is_assumed_is_that_of_campaigns_first(
 
 def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tmp_path: Path, measure) -> None:
     rows = observe(measure())
-    snapshot = Snapshot(training=tuple(rows), holdout=(), workloads=(), hardware=(), sha256="5" * 64, problems=())
     plots = {"error.png": b"\x89PNG\r\n\x1a\n...", "speed.svg": b"<svg/>"}
 
     def publish_with(plots: dict[str, bytes]) -> ArtifactManifest:
         return publish_predictor(
             HierarchicalPredictor.fit(rows).with_intervals({"known": 0.1, "new model": 0.4}, level=0.9),
-            snapshot,
-            Validation(accuracy={}, cross_validations={}, radii={}, level=0.9),
+            make_snapshot(rows, sha256="5" * 64),
+            NOT_VALIDATED,
             report="# Card\n\n![Speed](plots/speed.svg)\n\n![Error](plots/error.png)\n\nThe rest.\n",
             registry=str(tmp_path),
             name="default",
-            alias="champion",
             holdout_models=("vit_b16",),
             seed=0,
             plots=plots,
@@ -170,7 +166,7 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
     assert files["plots/speed.svg"] == plots["speed.svg"]
     assert {"trees.npz", "xgboost-compute.json", "training.json"} <= set(files)
     walks = ZooTable(files["walks.parquet"], name="walks")
-    assert {seen.measurement.model for seen in rows} <= set(walks.rows)
+    assert {row.measurement.model for row in rows} <= set(walks.rows)
     assert len(files["walks.parquet"]) < 60_000
     bundle = export_bundle(str(tmp_path), manifest.artifact_id, into=tmp_path / "beside" / "bundled")
     assert {file.path for file in bundle.files} == {"predictor.json", "report.md", "trees.npz"}
@@ -180,7 +176,7 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
     assert beside.startswith("# Card\n\nThe rest.\n\n## Known limits\n")
     assert card.endswith(beside.removeprefix("# Card\n\n"))
     assert all(limit in card for limit in (*manifest.known_limits, manifest.training_data_sha256, zoo_digest()))
-    told = "; ".join(manifest.known_limits)
+    limits = "; ".join(manifest.known_limits)
     for limit in (
         "which get the widest at hand: new pair, new gpu, new family,",
         "held out, so never trained on: vit_b16",
@@ -189,8 +185,8 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
         "never trained on these precisions: tf32, amp_fp16,",
         "at most 2 ranks and 1 micro-steps",
     ):
-        assert limit in told
-    assert "no GPU" not in told
+        assert limit in limits
+    assert "no GPU" not in limits
     for name, data in (("a.png", b"<svg/>"), ("a.html", b"<svg/>"), ("../a.svg", b"<svg/>")):
         with pytest.raises(InputError):
             publish_with({name: data})

@@ -1,42 +1,19 @@
-"""Every split is scored beside its baselines, and only intervals that hold on their split are given out."""
+"""Every split is scored beside its baselines, and only intervals that hold on their split are kept."""
 
 import pytest
 
 from precision_time.predictor.learning.regimes import REGIMES
 from precision_time.predictor.learning.splits import SPLITS
-from precision_time.predictor.rows.observations import observe
 from precision_time.predictor.scoring.metrics import score
 from precision_time.tasks.publishing import validate
 from precision_time.tasks.publishing.gate import GateDecision
 from precision_time.tasks.publishing.report import write_report
-from precision_time.tasks.publishing.train import Snapshot
 from precision_time.tasks.publishing.validate import (
     chance_of_coverage,
     coverage_holds,
     validate_predictor,
 )
-
-
-def snapshot_of(measurements, holdout=()) -> Snapshot:
-    return Snapshot(
-        training=tuple(observe(measurements)),
-        holdout=tuple(observe(holdout)),
-        workloads=(),
-        hardware=(),
-        sha256="0" * 64,
-        problems=(),
-    )
-
-
-@pytest.fixture(scope="module")
-def snapshot(measure) -> Snapshot:
-    return snapshot_of(measure(), measure(models=("gpt2_mini",)))
-
-
-@pytest.fixture(scope="module")
-def validation(snapshot):
-    return validate_predictor(snapshot, level=0.9, seed=0)
-
+from precision_time.tests.tasks.publishing.made_up import make_snapshot
 
 #: What 36 cells of three families on one GPU and at most two ranks allow.
 SCORED = {
@@ -61,7 +38,7 @@ def test_what_is_not_scored_is_named_with_its_reason(validation) -> None:
     assert validation.left_out["row"] != validation.left_out["scale"]
     card = write_card(validation)
     for line in (
-        "- 5-fold by row: of few rows",
+        "- 5-fold by row: with few rows",
         "- leave GPU out: the rows do not",
         "- up to 8 GPUs to more: the rows",
     ):
@@ -72,11 +49,11 @@ def test_the_card_tells_the_errors_of_every_method_by_precision(validation, snap
     result = validation.cross_validations["configuration"]
     assert list(validation.by_precision) == ["fp32", "amp_bf16"]
     for policy, methods in validation.by_precision.items():
-        own = [seen.setup.precision.name == policy for seen in (snapshot.training[row] for row in result.rows)]
-        assert sum(own) == 18
+        of_policy = [snapshot.training[row].setup.precision.name == policy for row in result.rows]
+        assert sum(of_policy) == 18
         assert set(methods) == set(result.predicted_s)
         for method, metrics in methods.items():
-            expected = score(result.predicted_s[method][own], result.measured_s[own])
+            expected = score(result.predicted_s[method][of_policy], result.measured_s[of_policy])
             assert {name: metrics[name] for name in ("n", "mape", "median_ape")} == {
                 name: expected[name] for name in ("n", "mape", "median_ape")
             }
@@ -86,8 +63,7 @@ def test_the_card_tells_the_errors_of_every_method_by_precision(validation, snap
 
 
 def write_card(validation) -> str:
-    snapshot = Snapshot(training=(), holdout=(), workloads=(), hardware=(), sha256="0" * 64, problems=())
-    return write_report(snapshot, validation, GateDecision(passed=True, reasons=()), holdout_models=())
+    return write_report(make_snapshot(), validation, GateDecision(passed=True, reasons=()), holdout_models=())
 
 
 @pytest.mark.parametrize(("covered", "holds"), [(36, True), (30, True), (20, False), (0, False)])
@@ -97,17 +73,17 @@ def test_coverage_holds_within_what_chance_allows(covered: int, holds: bool) -> 
 
 
 def test_an_interval_that_does_not_hold_on_its_split_is_not_given_out(snapshot, validation, monkeypatch) -> None:
-    # The same folds as of the validation above, which took seconds.
+    # The folds of the fixture, which took seconds.
     monkeypatch.setattr(validate, "cross_validate_all", lambda *rows, **settings: validation.cross_validations)
     monkeypatch.setattr(validate, "coverage_holds", lambda metrics, level: metrics["predictor"]["coverage"] > 0.999)
     radii = validate_predictor(snapshot, level=0.9, seed=0)
     held = {split for split, methods in radii.accuracy.items() if (methods["predictor"]["coverage"] or 0) > 0.999}
-    asked = {
+    splits_used = {
         name: next((split for split in regime.interval_splits if split in radii.cross_validations), "")
         for name, regime in REGIMES.items()
     }
-    assert set(radii.radii) == {regime for regime, split in asked.items() if split in held}
-    assert len(radii.radii) < len([split for split in asked.values() if split])
+    assert set(radii.radii) == {regime for regime, split in splits_used.items() if split in held}
+    assert len(radii.radii) < len([split for split in splits_used.values() if split])
 
 
 def test_chance_of_coverage_is_the_binomial_tail() -> None:

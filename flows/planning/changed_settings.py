@@ -1,4 +1,4 @@
-"""Whether a campaign still measures as its recorded cells were measured: marks in the dataset, and cards of code."""
+"""Whether a campaign's settings and code are still those of its recorded cells, by notes and cards in the dataset."""
 
 import contextlib
 import hashlib
@@ -16,13 +16,13 @@ from precision_time.tasks.ranks.job import MeasurementLimits
 
 __all__ = ["check_unchanged", "limits_of", "list_changes", "note_measured", "note_settings"]
 
-#: ``DIGEST.json`` holds settings, and ``DIGEST/CELL.json`` says that a cell was measured with them: names tell which
-#: cells those are, and of campaigns that run at once none can overwrite what another wrote.
+#: ``DIGEST.json`` holds settings, and ``DIGEST/CELL.json`` says that a cell was measured with them. With
+#: a file per cell, campaigns that run at once cannot overwrite each other's notes.
 _FOLDER = "settings/v1"
 
 
 def limits_of(spec: CampaignSpec) -> MeasurementLimits:
-    """How long and how often the cells of ``spec`` are measured."""
+    """The part of ``spec`` that says how long and how often each cell is measured."""
     return MeasurementLimits(
         warmup_steps=spec.warmup_steps,
         measured_steps=spec.measured_steps,
@@ -33,33 +33,34 @@ def limits_of(spec: CampaignSpec) -> MeasurementLimits:
 
 
 def list_changes(spec: CampaignSpec, *, cells: Set[str]) -> list[str]:
-    """Settings, as ``name: before -> now``, with which some of the recorded ``cells`` were measured otherwise than now.
+    """Settings that some of the recorded ``cells`` were measured with and that differ now, as ``name: before -> now``.
 
-    Whichever campaign measured them. Models, precisions and sizes are no settings: they only add or leave out cells. A
-    setting that an older version did not know counts as its default then, and a cell of which nothing is noted as
-    measured like this. Models of the user's own follow, whose source file is not that of their last recorded cell.
+    Any campaign may have measured the cells. Models, precisions and sizes are no settings: they only add or leave out
+    cells. A setting that an older version did not have counts as its default, and a cell without a note as unchanged.
+    Then follow the user's own models whose source file has changed since their last recorded cell.
     """
-    own = _digest(spec)
-    measured: dict[str, set[str]] = {}
+    cells_by_digest: dict[str, set[str]] = {}
     for path in open_store(spec.data).list_files(_FOLDER):
         digest, _, cell = path.removeprefix(f"{_FOLDER}/").removesuffix(".json").partition("/")
         if cell in cells:
-            measured.setdefault(digest, set()).add(cell)
-    like_this = measured.pop(own, set())
+            cells_by_digest.setdefault(digest, set()).add(cell)
+    unchanged = cells_by_digest.pop(_digest(spec), set())
     now = asdict(limits_of(spec))
-    changes: dict[str, set[str]] = {}
-    for digest, otherwise in sorted(measured.items()):
+    cells_by_change: dict[str, set[str]] = {}
+    for digest, with_digest in sorted(cells_by_digest.items()):
         before = _read(spec.data, digest)
         for name, value in now.items():
-            if before is not None and before[name] != value and otherwise - like_this:
-                changes.setdefault(f"{name}: {before[name]} -> {value}", set()).update(otherwise - like_this)
-    said = [f"{change} (cells: {len(changed)})" for change, changed in changes.items()]
-    said += [f"source file of {model}: {before[:8]} -> {now[:8]}" for model, before, now in _changed_code(spec)]
-    return said
+            if before is not None and before[name] != value and with_digest - unchanged:
+                change = f"{name}: {before[name]} -> {value}"
+                cells_by_change.setdefault(change, set()).update(with_digest - unchanged)
+    return [
+        *(f"{change} (cells: {len(changed)})" for change, changed in cells_by_change.items()),
+        *(f"source file of {model}: {before[:8]} -> {now[:8]}" for model, before, now in _changed_code(spec)),
+    ]
 
 
 def _changed_code(spec: CampaignSpec) -> list[tuple[str, str, str]]:
-    """(model, digest then, digest now) of the user's own models of ``spec`` that are known to have changed."""
+    """(model, digest before, digest now) of the user's own models of ``spec`` that are known to have changed."""
     now = {model: digest for model in dict.fromkeys(spec.models) if (digest := digest_code(model)) is not None}
     if not now:
         return []
@@ -73,22 +74,22 @@ def _changed_code(spec: CampaignSpec) -> list[tuple[str, str, str]]:
 
 
 def check_unchanged(spec: CampaignSpec, *, cells: Set[str]) -> None:
-    """Raise ``InputError`` with what ``list_changes`` finds, unless that is nothing or ``spec`` accepts changes."""
+    """Raise ``InputError`` with the changes that ``list_changes`` finds, unless ``spec`` accepts changes."""
     changes = [] if spec.accept_changes else list_changes(spec, cells=cells)
     if changes:
         raise InputError(
             f"campaign {spec.name} has recorded cells that were measured with other settings or code",
             got="; ".join(changes),
             expected="the settings and code of the cells that are recorded in this data folder",
-            fix="take the changes back, give the campaign another data folder, or --accept-changes (Accept changes in "
-            "the form)",
+            fix="undo the changes, use another data folder, or accept them: --accept-changes (Accept changes in the "
+            "form)",
         )
 
 
 def note_settings(spec: CampaignSpec) -> None:
-    """Write down the settings of ``spec``; whoever else does so writes the same bytes, and mends a damaged file.
+    """Write down the settings of ``spec``; other campaigns write the same bytes, which also repairs a damaged file.
 
-    Where ``spec`` accepts changes, the changed source of a model is let go: the next cell recorded tells the new one.
+    Where ``spec`` accepts changes, the digest of a changed model is cleared; the next recorded cell sets the new one.
     """
     open_store(spec.data).write_bytes(f"{_FOLDER}/{_digest(spec)}.json", dump_json(asdict(limits_of(spec))))
     if spec.accept_changes:
@@ -108,7 +109,7 @@ def _digest(spec: CampaignSpec) -> str:
 
 
 def _read(data: str, digest: str) -> dict[str, Any] | None:
-    """The settings of a digest; None where they are missing or damaged, which stops nothing."""
+    """The settings of a digest; None where they are missing or damaged, which is ignored."""
     path = f"{_FOLDER}/{digest}.json"
     try:
         values = parse_json(open_store(data).read_bytes(path, max_bytes=MAX_JSON_BYTES), name=path)

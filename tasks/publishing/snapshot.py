@@ -1,40 +1,38 @@
-"""Take one snapshot of recorded timings and of tables of measurements, and fit the predictor on it."""
+"""The snapshot that one retraining works on: recorded timings and tables of measurements, read once."""
 
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import resources
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.rows.observations import Observation, observe, observe_table
 from precision_time.predictor.rows.public_table import load_public_table
 from precision_time.predictor.setup.hardware import HardwareSpec
+from precision_time.predictor.shipped import shipped_bytes
 from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, IntegrityError, TooLittleDataError, UnknownNameError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.casgd_cells.cells import NO_CARD, is_glm
 
-#: Four of five folds must leave the 9 rows from which an interval at 0.9 can be calibrated.
+#: Four of five folds must contain the 9 rows that are needed to calibrate an interval at 0.9.
 FEWEST_CELLS = 12
 SHIPPED_TABLE = "measurements.parquet"
-#: What ``load_public_table`` calls a row that has no id: its place, which another file has too.
+#: The name that ``load_public_table`` gives a row without an id: its place, which rows of other files share.
 _NO_ID = re.compile(r"row \d+")
 
-__all__ = ["FEWEST_CELLS", "Snapshot", "fit_predictor", "take_snapshot"]
+__all__ = ["FEWEST_CELLS", "Snapshot", "take_snapshot"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The measurements of one moment, joined with their cards: what one retraining reads, once.
+    """The measurements at one moment, joined with their cards.
 
-    ``training`` rows may be learned from, ``holdout`` rows never; ``sha256`` is the digest of the data behind both.
-    ``workloads`` and ``hardware`` are the cards that a campaign wrote: what the package ships is not among them.
-    ``refused`` counts, by reason, sound rows of tables that could not be used, such as those of a model without a
-    card; ``problems`` says in words, by source, what was left out.
+    ``training`` rows may be trained on, ``holdout`` rows never; ``sha256`` is the digest of the data behind both.
+    ``workloads`` and ``hardware`` are the cards that campaigns wrote, without those of the package. ``problems`` are
+    pairs of a source and, in words, what of it was left out.
     """
 
     training: tuple[Observation, ...]
@@ -43,12 +41,11 @@ class Snapshot:
     hardware: tuple[HardwareSpec, ...]
     sha256: str
     problems: tuple[tuple[str, str], ...]
-    refused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """What one dataset or table gives to a snapshot."""
+    """The part of a snapshot that comes from one dataset or table."""
 
     name: str
     sha256: str
@@ -56,7 +53,6 @@ class _Source:
     workloads: tuple[WorkloadFeatures, ...] = ()
     hardware: tuple[HardwareSpec, ...] = ()
     problems: tuple[tuple[str, str], ...] = ()
-    refused: Counter[str] = field(default_factory=Counter)
 
 
 def take_snapshot(
@@ -66,14 +62,13 @@ def take_snapshot(
     measurements: str | None = None,
     holdout_models: Sequence[str] = (),
 ) -> Snapshot:
-    """Read every source that is named, and set the rows of ``holdout_models`` aside.
+    """Read every given source, and set the rows of ``holdout_models`` aside.
 
-    ``data`` is the URL or folder of a timings dataset, ``public`` stands for the shipped table, ``measurements`` for
-    another CSV or Parquet file with its columns. A held-out model leaves together with its network's other names:
-    what was learned under one of them would answer for it. Damaged files and rows that cannot be used are left out
-    and listed in ``problems``. Raises ``InputError`` when nothing is named, or two tables have a row in common,
-    ``TooLittleDataError`` when nothing is recorded or too little is left to train on, and ``UnknownNameError`` when a
-    model to hold out was never measured.
+    ``data`` is the URL or folder of a timings dataset, ``public`` adds the shipped table, ``measurements`` is another
+    CSV or Parquet file with its columns. All names of a held-out model's network are held out, because rows under
+    another name would teach the same network. Damaged files and unusable rows are left out and listed in ``problems``.
+    Raises ``InputError`` when no source is given or two tables share a row, ``TooLittleDataError`` when nothing is
+    recorded or too little is left to train on, and ``UnknownNameError`` when a model to hold out was never measured.
     """
     tables = [None] * public + ([measurements] if measurements is not None else [])
     sources = [_read_table(path) for path in tables] + ([_read_dataset(data)] if data is not None else [])
@@ -83,45 +78,39 @@ def take_snapshot(
             expected="a dataset of timings, the shipped table, or a file of measurements",
             fix="give --data, --public or --measurements",
         )
-    observations = [seen for source in sources for seen in source.observations]
+    observations = [row for source in sources for row in source.observations]
     if len(tables) > 1:
         _check_distinct(observations)
     held_out = _find_held_out(observations, holdout_models)
-    training = tuple(seen for seen in observations if seen.network not in held_out)
+    training = tuple(row for row in observations if row.network not in held_out)
     if len(training) < FEWEST_CELLS:
         raise TooLittleDataError(
             "too few measured cells to train and validate on",
             got=f"{len(training)} cells in {', '.join(source.name for source in sources)}",
-            expected=f"at least {FEWEST_CELLS}, held-out models not counted",
+            expected=f"at least {FEWEST_CELLS}, without held-out models",
             fix="add cells to the campaign, or train on the public table too (--public; Public table in the form)",
         )
     return Snapshot(
         training=training,
-        holdout=tuple(seen for seen in observations if seen.network in held_out),
+        holdout=tuple(row for row in observations if row.network in held_out),
         workloads=tuple(card for source in sources for card in source.workloads),
         hardware=tuple(spec for source in sources for spec in source.hardware),
         sha256=_join_digests([source.sha256 for source in sources]),
         problems=tuple(problem for source in sources for problem in source.problems),
-        refused=dict(sum((source.refused for source in sources), Counter[str]())),
     )
-
-
-def fit_predictor(snapshot: Snapshot, *, seed: int) -> HierarchicalPredictor:
-    """Fit on the training rows of ``snapshot``; the same snapshot and seed give the same trees."""
-    return HierarchicalPredictor.fit(snapshot.training, seed=seed)
 
 
 def _read_dataset(url: str) -> _Source:
     dataset = TimingsDataset(url)
     recorded = dataset.measurements()
-    measured = [seen for seen in recorded if not is_glm(seen.model)]
-    refused = Counter({NO_CARD: len(recorded) - len(measured)} if len(recorded) > len(measured) else {})
+    measured = [row for row in recorded if not is_glm(row.model)]
+    of_casgd = len(recorded) - len(measured)
     if not measured:
         raise TooLittleDataError(
             "no measurements to train on",
-            got=f"{url}: {refused[NO_CARD]} cells of CA-SGD only" if refused else url,
+            got=f"{url}: {of_casgd} cells of CA-SGD only" if of_casgd else url,
             expected="a dataset with recorded cells",
-            fix="run a campaign first, with models that are not CA-SGD's",
+            fix="first run a campaign with other models than CA-SGD's",
         )
     workloads = tuple(WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads"))
     hardware = tuple(HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware"))
@@ -136,24 +125,23 @@ def _read_dataset(url: str) -> _Source:
             "a card that the measurements need is damaged",
             got=f"{path}: {reason}",
             expected=error.expected,
-            fix="`precision-time data verify --set-aside`, then run the campaign again: it writes its cards anew",
+            fix="`precision-time data verify --set-aside`, then run the campaign again, which rewrites its cards",
         ) from error
+    unusable = ((url, f"{of_casgd} cells cannot be used: {NO_CARD}"),) if of_casgd else ()
     return _Source(
         name=url,
         sha256=dataset.snapshot_sha256(),
         observations=observations,
         workloads=workloads,
         hardware=hardware,
-        problems=(*problems, *((url, f"{count} cells cannot be used: {reason}") for reason, count in refused.items())),
-        refused=refused,
+        problems=(*problems, *unusable),
     )
 
 
 def _read_table(path: str | None) -> _Source:
-    """The rows of the shipped table, or of the file at ``path``, that can be learned from."""
+    """The rows of the shipped table, or of the file at ``path``, that can be trained on."""
     table = load_public_table(path)
     observations, refused = observe_table(table.kept)
-    reasons = Counter(refused.values())
     name = SHIPPED_TABLE if path is None else path
     problems = []
     if len(table.quarantined):
@@ -162,39 +150,37 @@ def _read_table(path: str | None) -> _Source:
         total = len(table.kept) + len(table.quarantined)
         problems.append((name, f"{len(table.quarantined)} of {total} rows are set aside: {listed}"))
     if refused:
-        listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        listed = ", ".join(f"{reason} {count}" for reason, count in Counter(refused.values()).most_common())
         problems.append((name, f"{len(refused)} sound rows cannot be used: {listed}"))
     return _Source(
         name=name,
         sha256=hashlib.sha256(_read_bytes(path)).hexdigest(),
-        observations=[_identify(seen) for seen in observations],
+        observations=[_identify(row) for row in observations],
         problems=tuple(problems),
-        refused=reasons,
     )
 
 
 def _read_bytes(path: str | None) -> bytes:
     if path is None:
-        return resources.files("precision_time.predictor").joinpath(f"data/{SHIPPED_TABLE}").read_bytes()
+        return shipped_bytes(SHIPPED_TABLE)
     if "://" in path or path.startswith("file:"):
         folder, _, name = path.rpartition("/")
         return open_store(folder).read_bytes(name)
     return Path(path).expanduser().read_bytes()
 
 
-def _identify(seen: Observation) -> Observation:
-    """A row without an id gets the digest of its content, by which a later gate knows it again."""
-    if not _NO_ID.fullmatch(seen.measurement.cell_id):
-        return seen
-    content = repr(replace(seen.measurement, cell_id=""))
-    return replace(
-        seen, measurement=replace(seen.measurement, cell_id=hashlib.sha256(content.encode()).hexdigest()[:16])
-    )
+def _identify(row: Observation) -> Observation:
+    """``row``, with the digest of its content as its id if it has none, so that a later gate recognises it."""
+    if not _NO_ID.fullmatch(row.measurement.cell_id):
+        return row
+    content = repr(replace(row.measurement, cell_id=""))
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return replace(row, measurement=replace(row.measurement, cell_id=digest))
 
 
 def _check_distinct(observations: Sequence[Observation]) -> None:
-    """Rows of two tables: a campaign's cells have ids of their own."""
-    counts = Counter(seen.measurement.cell_id for seen in observations if seen.index >= 0)
+    """Refuse a row that two tables share; a campaign's cells have ids of their own and are not compared."""
+    counts = Counter(row.measurement.cell_id for row in observations if row.index >= 0)
     repeated = [row for row, count in counts.items() if count > 1]
     if repeated:
         raise InputError(
@@ -207,7 +193,7 @@ def _check_distinct(observations: Sequence[Observation]) -> None:
 
 def _find_held_out(observations: Sequence[Observation], models: Sequence[str]) -> frozenset[str]:
     """The networks of ``models``, each of which is the name of a measured model or network."""
-    names = {(name, seen.network) for seen in observations for name in (seen.measurement.model, seen.network)}
+    names = {(name, row.network) for row in observations for name in (row.measurement.model, row.network)}
     known = {name for name, _ in names}
     for model in models:
         if model not in known:
@@ -216,7 +202,7 @@ def _find_held_out(observations: Sequence[Observation], models: Sequence[str]) -
 
 
 def _join_digests(digests: Sequence[str]) -> str:
-    """One source keeps its own digest, so that what was trained on a dataset alone is known again."""
+    """A single source keeps its own digest, so that the artifact of a dataset alone is recognised."""
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_time.flows.planning.changes import check_unchanged, list_changes, note_measured, note_settings
+from precision_time.flows.planning.changed_settings import check_unchanged, list_changes, note_measured, note_settings
 from precision_time.flows.planning.plan import plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.storage.errors import InputError
@@ -69,7 +69,7 @@ def test_each_cell_keeps_the_settings_it_was_measured_with(tmp_path: Path) -> No
         note_settings(spec)
         for cell in cells:
             note_measured(spec, cell)
-    # Whoever comes second with a cell that another has recorded meanwhile finds both, and it counts as the own one.
+    # A cell that two campaigns recorded has both notes, and counts as unchanged for both.
     note_measured(other, "a")
     everything = set("abcdefg")
     assert list_changes(first, cells=everything) == ["measured_steps: 30 -> 20 (cells: 3)"]
@@ -111,7 +111,7 @@ def test_a_setting_that_an_older_version_did_not_know_counts_as_its_default(tmp_
 
 @pytest.fixture
 def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module in the current folder, of whose model a cell is recorded."""
+    """A module in the current folder, with a model of which a cell is recorded."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "nets_of_mine.py"
     path.write_text("def net():\n    return 1\n", encoding="utf-8")
