@@ -178,7 +178,7 @@ def test_an_artifact_carries_its_limits_its_plots_and_both_forms_of_its_trees(tm
     assert all(limit in card for limit in (*manifest.known_limits, manifest.training_data_sha256, zoo_digest()))
     limits = "; ".join(manifest.known_limits)
     for limit in (
-        "which get the widest at hand: new pair, new gpu, new family,",
+        "which get the widest one: new pair, new gpu, new family,",
         "held out, so never trained on: vit_b16",
         "trained on 3 networks",
         "no CPU was measured",
