@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
 
-from precision_time.predictor.setup.hardware import LINKS, HardwareSpec
+from precision_time.predictor.setup.hardware import HardwareSpec
+from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.storage.errors import InputError
 
 __all__ = ["COLLECTIVES", "NETWORKS", "CollectiveLaw", "LinkLaw", "Links", "NetworkLaw", "all_reduce_time_s",
@@ -27,20 +28,6 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 #: Kinds of network between nodes. ``common`` is the law the others are shrunk to: nobody says which it is. ``ethernet``
 #: is without RDMA, ``roce`` with it.
 NETWORKS = ("common", "infiniband", "roce", "efa", "slingshot", "ethernet")
-
-#: Bytes per second of one device to its network card, one way, by kind of link inside the node: the PCIe of its time.
-DEVICE_BYTES_PER_S = {
-    "nvlink1-mesh": 15.8e9,
-    "nvlink2-mesh": 15.8e9,
-    "nvlink2-switch": 15.8e9,
-    "nvlink3-switch": 31.5e9,
-    "nvlink4-switch": 63e9,
-    "nvlink5-switch": 63e9,
-    "pcie3": 15.8e9,
-    "pcie4": 31.5e9,
-    "pcie5": 63e9,
-    "shared-memory": math.inf,
-}
 
 #: Transfer time at which half of the change from the small-message protocols to the large-message one has been paid.
 HANDOVER_AT_S = 8e-6
@@ -156,7 +143,7 @@ def time_collective(
 
     between = links.networks[network]
     node_bytes_per_s = between.efficiency * law.network * min(
-        network_bytes_per_s, inside * DEVICE_BYTES_PER_S[hardware.link]
+        network_bytes_per_s, inside * LINK_KINDS[hardware.link].device_bytes_per_s
     )  # fmt: skip
     slowest_bytes_per_s = min(bytes_per_s, node_bytes_per_s)
     steps = groups - 1.0
@@ -243,7 +230,7 @@ def parse_links(text: str) -> Links:
     document = tomllib.loads(text)
     laws: dict[str, dict[str, Any]] = {}
     for table, kind, names in (
-        ("link", LinkLaw, LINKS),
+        ("link", LinkLaw, LINK_KINDS),
         ("network", NetworkLaw, NETWORKS),
         ("collective", CollectiveLaw, COLLECTIVES),
     ):

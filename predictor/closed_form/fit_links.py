@@ -26,6 +26,7 @@ from precision_time.predictor.closed_form.collectives import (
 )
 from precision_time.predictor.closed_form.link_curves import CurvePoint, read_points
 from precision_time.predictor.setup.hardware import known_hardware
+from precision_time.predictor.setup.links import LINK_KINDS, LinkKind
 from precision_time.storage.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,25 +45,6 @@ def _time_point(links: Links, point: CurvePoint) -> float:
 
 # The fit. Every constant is exp(sum of its parameters): one of its family plus its own deviation, which the prior
 # draws to zero. Constants without a curve stay at the family's.
-_FAMILIES = {
-    "nvlink1-mesh": "mesh",
-    "nvlink2-mesh": "mesh",
-    "nvlink2-switch": "nvlink",
-    "nvlink3-switch": "nvlink",
-    "nvlink4-switch": "nvlink",
-    "nvlink5-switch": "nvlink",
-    "pcie3": "pcie",
-    "pcie4": "pcie",
-    "pcie5": "pcie",
-}
-#: Bus bandwidth of 2 to 8 V100 of a DGX-1 over that of 8: 22.6, 45.8, 87.6, 37.2, 46.8, 88.8 and 137.5 GB/s
-#: (VIA-Research/vTrain f8dda84, trace/v100). Each number of GPUs finds its own rings in the mesh, hence no order.
-_MESH_SHARES = ((2, 0.164), (3, 0.333), (4, 0.637), (5, 0.271), (6, 0.34), (7, 0.646), (8, 1.0))
-#: gloo over the loopback of one host: the rate of two ranks is the link rate itself, and more ranks share the same
-#: cores (0.64 of it was measured for 4 ranks on 2 cores); a ring of n ranks takes n - 1 times the steps of two.
-_SHARED_MEMORY = LinkLaw(latency=1.0, growth=1.0, efficiency=1.0, handover_s=0.0,
-                         shares=((2, 1.0), (4, 0.64), (8, 0.32), (16, 0.16), (32, 0.08)))  # fmt: skip
-_SWITCH_SUMS = {"nvlink4-switch", "nvlink5-switch"}
 
 
 def _priors() -> dict[str, tuple[float, float]]:
@@ -81,11 +63,10 @@ def _priors() -> dict[str, tuple[float, float]]:
         "common.growth": (0.5, 0.5),
         "all_to_all.network": (0.6, 0.3), "point_to_point.network": (0.7, 0.3),
     }  # fmt: skip
-    for link in ("nvlink2-mesh", "nvlink3-switch", "nvlink4-switch", "nvlink5-switch", "pcie3", "pcie4", "pcie5"):
-        wide = 0.3 if link.startswith("pcie") else 0.15
+    for link in dict.fromkeys(kind.curves for kind in LINK_KINDS.values() if kind.curves):
+        wide = 0.3 if LINK_KINDS[link].family == "pcie" else 0.15
         priors |= {f"{link}.latency": (1.0, 0.35), f"{link}.efficiency": (1.0, wide), f"{link}.handover": (1.0, 0.35)}
-    for link in sorted(_SWITCH_SUMS):
-        priors[f"{link}.in_switch"] = (1.0, 0.1)
+    priors |= {f"{kind.name}.in_switch": (1.0, 0.1) for kind in LINK_KINDS.values() if kind.switch_sums}
     for kind in COLLECTIVES[1:]:
         priors |= {f"{kind}.latency": (1.0, 0.25), f"{kind}.efficiency": (1.0, 0.12)}
     for network in NETWORKS[1:]:
@@ -102,26 +83,30 @@ def _nominal_latencies() -> dict[str, float]:
     """``all_reduce_latency_s`` of the shipped devices by link: latencies are fitted in seconds and kept as shares."""
     specs = known_hardware().values()
     return {link: statistics.median(spec.all_reduce_latency_s for spec in specs if spec.link == link)
-            for link in _FAMILIES}  # fmt: skip
+            for link, kind in LINK_KINDS.items() if kind.family}  # fmt: skip
+
+
+def _build_link(kind: LinkKind, values: Mapping[str, float]) -> LinkLaw:
+    family = kind.family
+    if family is None:
+        # A ring of n ranks takes n - 1 times the steps of two.
+        return LinkLaw(latency=1.0, growth=1.0, efficiency=1.0, handover_s=0.0, shares=kind.shares)
+    base = "nvlink" if family == "mesh" else family
+    return LinkLaw(
+        latency=values[f"{family}.latency"]
+        * values.get(f"{kind.curves}.latency", 1.0)
+        / _nominal_latencies()[kind.name],
+        growth=values["switch.growth" if kind.switch_sums else f"{base}.growth"],
+        efficiency=values[f"{family}.efficiency"] * values.get(f"{kind.curves}.efficiency", 1.0),
+        handover_s=values[f"{base}.handover"] * values.get(f"{kind.curves}.handover", 1.0),
+        pair_loss=values["pair_loss"] if family == "nvlink" else 0.0,
+        in_switch=values[f"{kind.name}.in_switch"] if kind.switch_sums else 0.0,
+        tree=values["tree"],
+        shares=kind.shares,
+    )
 
 
 def _build(values: Mapping[str, float]) -> Links:
-    nominal_s = _nominal_latencies()
-    links: dict[str, LinkLaw] = {"shared-memory": _SHARED_MEMORY}
-    for link, family in _FAMILIES.items():
-        own = "nvlink2-mesh" if family == "mesh" else link
-        base = "nvlink" if family == "mesh" else family
-        switch = link in _SWITCH_SUMS
-        links[link] = LinkLaw(
-            latency=values[f"{family}.latency"] * values.get(f"{own}.latency", 1.0) / nominal_s[link],
-            growth=values["switch.growth" if switch else f"{base}.growth"],
-            efficiency=values[f"{family}.efficiency"] * values.get(f"{own}.efficiency", 1.0),
-            handover_s=values[f"{base}.handover"] * values.get(f"{own}.handover", 1.0),
-            pair_loss=values["pair_loss"] if family == "nvlink" else 0.0,
-            in_switch=values[f"{link}.in_switch"] if switch else 0.0,
-            tree=values["tree"],
-            shares=_MESH_SHARES if family == "mesh" else (),
-        )
     networks = {
         network: NetworkLaw(
             latency_s=values["common.latency"] * (1.0 if network == "common" else values[f"{network}.latency"]),
@@ -139,14 +124,14 @@ def _build(values: Mapping[str, float]) -> Links:
         )
         for kind in COLLECTIVES
     }
-    return Links(links, networks, collectives)
+    return Links({name: _build_link(kind, values) for name, kind in LINK_KINDS.items()}, networks, collectives)
 
 
 def _touches(name: str, point: CurvePoint) -> bool:
     """Whether the time of ``point`` can depend on the parameter ``name``."""
     subject, _, _ = name.partition(".")
-    family = _FAMILIES.get(point.hardware.link)
-    if subject in _FAMILIES:
+    family = LINK_KINDS[point.hardware.link].family
+    if subject in LINK_KINDS:
         return subject == point.hardware.link
     if subject in COLLECTIVES:
         return subject == point.kind

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precision_time.predictor.closed_form.collectives import COLLECTIVES
 from precision_time.predictor.setup.hardware import HardwareSpec, find_hardware
+from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.storage.errors import PrecisionTimeError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ _NETWORK_WORDS = (
     ("slingshot", r"Slingshot"),
     ("ethernet", r"TCPX\b|Ethernet|TCP\b"),
 )
-_BRIDGE_BYTES_PER_S = {"2": 50e9, "3": 300e9, "4": 300e9}
 #: One port for each GPU where a row names the network without a count: Slingshot-11 of 200 Gb/s, and 400 Gb/s a GPU of
 #: servers with ConnectX-8 (vendor sheets, not re-checked).
 _PORT_PER_GPU = (("Slingshot-11", 25e9), ("ConnectX-8", 50e9))
@@ -106,8 +106,10 @@ def describe_curve_hardware(row: Mapping[Hashable, Any]) -> HardwareSpec:
     inside, between = _text(row, "intra_link"), _text(row, "inter_link")
     if rate := re.search(r"(\d+) GB/s/dir/GPU", inside):
         changes["link_bytes_per_s"] = int(rate[1]) * 1e9
-    elif (bridge := re.search(r"NVLink(\d) bridge", inside)) and bridge[1] in _BRIDGE_BYTES_PER_S:
-        changes |= {"link": f"nvlink{bridge[1]}-switch", "link_bytes_per_s": _BRIDGE_BYTES_PER_S[bridge[1]]}
+    elif bridge := re.search(r"NVLink(\d) bridge", inside):
+        kind = LINK_KINDS.get(f"nvlink{bridge[1]}-switch")
+        if kind and kind.bridge_bytes_per_s:
+            changes |= {"link": kind.name, "link_bytes_per_s": kind.bridge_bytes_per_s}
     if told := re.search(r"(?:(\d+)x)?(\d+) Gb/s", between):
         changes["network_bytes_per_s"] = int(told[1] or 1) * int(told[2]) * 1e9 / 8
     elif "single" in between:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from precision_time.predictor.setup.catalogue import Catalogue, check_fields, fold_name, parse_catalogue
+from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.predictor.setup.precision import FORMAT_BYTES, PRECISIONS, Precision
 from precision_time.storage.errors import InputError, NotFoundError, PrecisionUnsupportedError, UnknownNameError
 
 __all__ = [
     "ACHIEVED_OVER_PEAK",
-    "LINKS",
     "HardwareSpec",
     "check_precision",
     "choose_precision",
@@ -26,20 +26,6 @@ __all__ = [
     "parse_bandwidth",
     "supported_precisions",
 ]
-
-#: Kinds of link between the devices of one node; ``network.py`` says how collectives use each.
-LINKS = (
-    "nvlink1-mesh",
-    "nvlink2-mesh",
-    "nvlink2-switch",
-    "nvlink3-switch",
-    "nvlink4-switch",
-    "nvlink5-switch",
-    "pcie3",
-    "pcie4",
-    "pcie5",
-    "shared-memory",
-)
 
 #: The most that a measured rate may exceed the nominal one by: clocks differ a little, a sparse figure differs twofold.
 ACHIEVED_OVER_PEAK = 1.05
@@ -113,8 +99,8 @@ class HardwareSpec:
                 raise self._refuse(name, getattr(self, name), "a text")
         if self.kind not in ("gpu", "cpu"):
             raise self._refuse("kind", self.kind, "gpu or cpu")
-        if self.link not in LINKS:
-            raise self._refuse("link", self.link, f"one of {', '.join(LINKS)}")
+        if self.link not in LINK_KINDS:
+            raise self._refuse("link", self.link, f"one of {', '.join(LINK_KINDS)}")
         told = {name for name in (*_OPTIONAL_NUMBERS, *_OPTIONAL_INTEGERS) if getattr(self, name) is not None}
         for name in (*_POSITIVE_NUMBERS, *(name for name in _OPTIONAL_NUMBERS if name in told)):
             if not _is_positive(getattr(self, name)):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from precision_time.predictor.closed_form.collectives import (
     COLLECTIVES,
-    DEVICE_BYTES_PER_S,
     NETWORKS,
     all_reduce_time_s,
     collective_time_s,
@@ -17,7 +16,8 @@ from precision_time.predictor.closed_form.collectives import (
     shipped_links,
 )
 from precision_time.predictor.closed_form.overlap import estimate_overlap
-from precision_time.predictor.setup.hardware import LINKS, find_hardware, known_hardware, parse_bandwidth
+from precision_time.predictor.setup.hardware import find_hardware, known_hardware, parse_bandwidth
+from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.predictor.setup.precision import parse_precision
 from precision_time.predictor.workloads.workload import find_workload
 from precision_time.storage.errors import InputError
@@ -68,7 +68,7 @@ def test_several_nodes_are_within_a_quarter_of_the_measured_bandwidth(gpu, nodes
 
 def test_every_kind_of_link_and_network_has_constants_and_no_share_above_one():
     links = shipped_links()
-    assert set(links.links) == set(DEVICE_BYTES_PER_S) == set(LINKS)
+    assert set(links.links) == set(LINK_KINDS)
     assert set(links.networks) == set(NETWORKS)
     assert set(links.collectives) == set(COLLECTIVES)
     assert all(0 < link.efficiency <= 1 for link in links.links.values())
@@ -81,7 +81,7 @@ def test_every_kind_of_link_and_network_has_constants_and_no_share_above_one():
 def test_constants_that_lack_a_table_or_hold_an_unknown_field_are_refused():
     with pytest.raises(InputError, match="link"):
         parse_links("[link.pcie3]\nlatency = 1.0\n")
-    names = [("link", LINKS), ("network", NETWORKS), ("collective", COLLECTIVES)]
+    names = [("link", LINK_KINDS), ("network", NETWORKS), ("collective", COLLECTIVES)]
     text = "".join(f'[{table}."{name}"]\nspeed = 1.0\n' for table, group in names for name in group)
     with pytest.raises(InputError, match="speed"):
         parse_links(text)

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from precision_time.predictor.closed_form import fit_links as fitting
 from precision_time.predictor.closed_form.collectives import parse_links, shipped_links, time_collective
 from precision_time.predictor.closed_form.fit_links import (
     cross_validate_collectives,
@@ -21,6 +22,8 @@ from precision_time.predictor.closed_form.link_curves import (
     read_points,
 )
 from precision_time.predictor.rows.public_table import shipped_collectives
+from precision_time.predictor.setup.hardware import find_hardware, known_hardware
+from precision_time.predictor.setup.links import LINK_KINDS, LinkKind
 from precision_time.storage.errors import InputError, UnknownNameError
 
 
@@ -159,6 +162,20 @@ def test_a_fit_follows_the_curves_it_is_given():
     after = evaluate_collectives(frame, links=fit_links(frame))["overall"]["median_ape"]
     assert before > 0.1
     assert after < before / 2
+
+
+def test_a_new_kind_of_link_is_one_row(monkeypatch):
+    kind = LinkKind(
+        name="nvlink6-switch", device_bytes_per_s=126e9, family="nvlink", curves="nvlink6-switch", switch_sums=True
+    )
+    monkeypatch.setitem(LINK_KINDS, kind.name, kind)
+    device = dataclasses.replace(find_hardware("b200"), link=kind.name)
+    devices = known_hardware() | {"new": device}
+    monkeypatch.setattr(fitting, "known_hardware", lambda: devices)
+    monkeypatch.setattr(fitting, "_nominal_latencies", fitting._nominal_latencies.__wrapped__)
+    links = parse_links(format_links(fit_links(pd.DataFrame([make_row()]))))
+    assert links.links[kind.name].in_switch > 0
+    assert time_collective(links, "all_reduce", 2.0**20, 16, 2, device, "common") > 0
 
 
 def test_a_site_s_own_times_do_not_change_what_is_predicted_for_it():
