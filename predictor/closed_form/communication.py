@@ -248,15 +248,15 @@ def _time_replicas(
         over = max(expert, tensor)
         parts.append((inside / (over * pipeline), max(1, replicas * tensor // over), over))
     wire, gathered = FORMAT_BYTES[precision.communicate], max(1.0, FORMAT_BYTES[precision.compute])
-    sharding = parallelism.sharding
-    reduce_kind = "all_reduce" if sharding == "none" else "reduce_scatter"
+    divides = parallelism.divides
+    reduce_kind = "reduce_scatter" if divides.optimizer else "all_reduce"
     reduce_s = gather_s = 0.0
     pieces = 0
     for params, ranks, stride in parts:
         if ranks == 1:
             continue
         group = place_group(ranks, stride=stride, ranks_per_node=ranks_per_node)
-        if sharding == "parameters":
+        if divides.parameters:
             count = max(1, round(size_transformer(workload).layers / pipeline))
         else:
             bucket = max(MEGATRON_BUCKET_PARAMS, MEGATRON_BUCKET_PARAMS_PER_RANK * ranks)
@@ -264,17 +264,17 @@ def _time_replicas(
         piece = params / count
         shared = _share_network(hardware, group)
         reduce_s += count * _time_collective(reduce_kind, piece * wire * trainable_share, group, shared)
-        if sharding != "none":
-            moved = piece * gathered * (1.0 if sharding == "parameters" else trainable_share)
+        if divides.optimizer:
+            moved = piece * gathered * (1.0 if divides.parameters else trainable_share)
             gather_s += count * _time_collective("all_gather", moved, group, shared)
         pieces += count
     if not pieces:
         return 0.0, 0.0, 0
-    if sharding == "parameters":
+    if divides.parameters:
         forward = expose_pieces(gather_s, hidden_by_s=forward_s, pieces=pieces)
         backward = expose_pieces(gather_s + reduce_s, hidden_by_s=backward_s, pieces=pieces)
         return micro_steps * (2 * gather_s + reduce_s), micro_steps * (forward + backward), pieces
-    times = micro_steps if sharding == "gradients" else 1
+    times = micro_steps if divides.gradients else 1
     exposed = times * expose_pieces(reduce_s, hidden_by_s=backward_s, pieces=pieces)
     exposed += expose_pieces(gather_s, hidden_by_s=forward_s, pieces=pieces)
     return times * reduce_s + gather_s, exposed, pieces
@@ -320,7 +320,7 @@ def estimate_communication(
         spent = time_replication(workload, hardware, precision, ranks=world)
         return CommunicationEstimate(model_s=0.0, data_s=spent, exposed_s=spent, bubble_s=0.0, bucket_count=0)
     plain = parallelism.data == world and parallelism.expert == 1
-    if plain and parallelism.sharding == "none":
+    if plain and not parallelism.divides.optimizer:
         overlap = estimate_overlap(
             workload,
             hardware,

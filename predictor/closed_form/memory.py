@@ -16,7 +16,6 @@ from precision_time.predictor.closed_form.activations import (
 from precision_time.predictor.closed_form.communication import size_transformer
 from precision_time.predictor.closed_form.roofline import divide_work
 from precision_time.predictor.setup.hardware import supported_precisions
-from precision_time.predictor.setup.parallelism import Sharding
 from precision_time.predictor.setup.precision import FORMAT_BYTES, PRECISIONS
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.storage.errors import UnknownNameError
@@ -101,10 +100,11 @@ class _Stored(NamedTuple):
     states: float
 
 
-def _find_sharding(setup: TrainingSetup) -> Sharding:
-    """What the replicas divide; recipes for Megatron divide the optimizer's states unless they say otherwise."""
-    divides = setup.implementation.framework in _MEGATRON and setup.layout.sharding == "none"
-    return "optimizer" if divides else setup.layout.sharding
+def _assume_sharding(setup: TrainingSetup) -> TrainingSetup:
+    """The setup with the optimizer sharded where its framework is Megatron and no sharding is named: its default."""
+    if setup.implementation.framework not in _MEGATRON or setup.layout.divides.optimizer:
+        return setup
+    return dataclasses.replace(setup, parallelism=dataclasses.replace(setup.layout, sharding="optimizer"))
 
 
 def _store_parameters(setup: TrainingSetup) -> _Stored:
@@ -120,7 +120,7 @@ def _store_parameters(setup: TrainingSetup) -> _Stored:
     states = OPTIMIZER_STATE_BYTES[setup.workload.optimizer]
     stored = FORMAT_BYTES[precision.storage]
     frozen = min(stored, FORMAT_BYTES[precision.compute])
-    if precision.is_mixed and _find_sharding(setup) != "none":
+    if precision.is_mixed and setup.layout.divides.optimizer:
         narrow = FORMAT_BYTES[precision.activations]
         summed = stored if setup.implementation.framework in _MEGATRON else narrow
         return _Stored(narrow, frozen, summed, stored + states)
@@ -140,14 +140,14 @@ def _communication_bytes(setup: TrainingSetup, *, gradients: float) -> float:
         return 0.0
     narrow = FORMAT_BYTES[precision.activations] if precision.is_mixed else FORMAT_BYTES[precision.storage]
     params = workload.params / (layout.tensor * layout.pipeline)
-    if layout.sharding == "parameters":
+    if layout.divides.parameters:
         table = float((workload.vocab or 0) * (workload.hidden_size or 0))
         depth = size_transformer(workload).layers / layout.pipeline
         unit = min(params, max(params / max(1.0, depth), table / layout.tensor))
         return unit * (2 * narrow + FORMAT_BYTES[precision.communicate])
     if setup.implementation.framework in _MEGATRON or layout.tensor * layout.pipeline * layout.context > 1:
         return 0.0
-    if layout.sharding in ("optimizer", "gradients"):
+    if layout.divides.optimizer:
         return min(params, _DEEPSPEED_BUCKET) * narrow
     return gradients if setup.implementation.framework == "pytorch" else 0.0
 
@@ -170,21 +170,22 @@ def _step_temporaries(setup: TrainingSetup, *, gradients: float) -> float:
 
 
 def _describe_rank(setup: TrainingSetup) -> _Rank:
-    workload, layout, sharding = setup.workload, setup.layout, _find_sharding(setup)
+    setup = _assume_sharding(setup)
+    workload, layout, divides = setup.workload, setup.layout, setup.layout.divides
     trainable, steps = setup.implementation.trainable_share, setup.implementation.optimizer_step
-    share = divide_work(workload, dataclasses.replace(layout, sharding=sharding))
+    share = divide_work(workload, layout)
     stored = _store_parameters(setup)
     weight = trainable * stored.weight + (1.0 - trainable) * stored.frozen
-    parameters = workload.params * weight * (share.updated if sharding == "parameters" else share.parameters)
-    divided = sharding in ("gradients", "parameters")
-    gradients = workload.params * stored.gradient * trainable * (share.updated if divided else share.parameters)
+    parameters = workload.params * weight * (share.updated if divides.parameters else share.parameters)
+    gradients = workload.params * stored.gradient * trainable
+    gradients *= share.updated if divides.gradients else share.parameters
     optimizer = workload.params * stored.states * trainable * share.updated if steps else 0.0
     communication = _communication_bytes(setup, gradients=gradients)
 
     passes = read_passes(workload, setup.precision, implementation=setup.implementation)
     kept = keep_activations(workload, setup.precision, passes=passes, implementation=setup.implementation)
     # Sharded optimizers keep the weights in the compute format already, and so are frozen ones: nothing is cast.
-    cast = passes.casts * (1.0 if sharding != "none" else 1.0 - trainable)
+    cast = passes.casts * (1.0 if divides.optimizer else 1.0 - trainable)
     fixed = (passes.saved.fixed - cast) * share.parameters
     batch = sample_bytes(workload)
     temporaries = max(0.0, passes.peak.slope - passes.saved.slope) * share.work + kept.working * share.work
@@ -195,7 +196,7 @@ def _describe_rank(setup: TrainingSetup) -> _Rank:
     last = kept.layers * share.work + whole_head
     saved = max(first, last)
     # Gradients summed over micro-steps, and those in standing buffers, live through the forward pass.
-    standing = setup.gradient_accumulation_steps > 1 or sharding != "none"
+    standing = setup.gradient_accumulation_steps > 1 or divides.optimizer
     moments = [Line(saved + temporaries + batch, fixed + (gradients if standing else 0.0))]
     if passes.saved.slope > 0 and passes.gradients > 0:
         # The fullest moments of the walk, with what of its gradients this rank holds.
@@ -282,7 +283,7 @@ def _offer_changes(setup: TrainingSetup) -> Iterator[tuple[str, TrainingSetup]]:
     if how.checkpointing != "full":
         again = dataclasses.replace(how, checkpointing="full")
         yield "activation checkpointing", dataclasses.replace(setup, implementation=again)
-    if layout.data > 1 and layout.sharding != "parameters" and not layout.single_process:
+    if layout.data > 1 and not layout.divides.parameters and not layout.single_process:
         sharded = dataclasses.replace(layout, sharding="parameters")
         yield "sharding (fsdp)", dataclasses.replace(setup, parallelism=sharded)
 

@@ -124,13 +124,12 @@ def divide_work(workload: WorkloadFeatures, parallelism: Parallelism) -> RankSha
         inside = expert_params(workload) / workload.params
         split = max(parallelism.expert, parallelism.tensor)
         parameters = ((1 - inside) / parallelism.tensor + inside / split) / parallelism.pipeline
-    sharded = parallelism.sharding != "none"
     # Dense parameters divide over data x context ranks and those of experts over fewer: the product is one over all.
-    updated = 1 / parallelism.world_size if sharded else parameters
+    updated = 1 / parallelism.world_size if parallelism.divides.optimizer else parameters
     return RankShare(
         work=1 / (model_ranks * parallelism.context),
         parameters=parameters,
-        cast=updated if parallelism.sharding == "parameters" else parameters,
+        cast=updated if parallelism.divides.parameters else parameters,
         updated=updated,
         layers=1 / parallelism.pipeline,
     )

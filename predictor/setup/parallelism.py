@@ -2,15 +2,37 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from precision_time.storage.errors import InputError
 
-__all__ = ["Parallelism", "Sharding", "parse_parallelism"]
+__all__ = ["SHARDINGS", "Parallelism", "Sharding", "parse_parallelism"]
 
-#: What data-parallel ranks divide among themselves: nothing (DDP), optimizer states (ZeRO-1), gradients too (ZeRO-2),
-#: parameters too (ZeRO-3, FSDP).
-Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What data-parallel ranks divide among themselves, where each would hold it whole under DDP.
+
+    ``spellings`` are words without blanks and punctuation, in lower case; the name itself is one.
+    """
+
+    name: str
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+    spellings: tuple[str, ...] = ()
+
+
+#: To add a kind of sharding, or a spelling of one, add it here; formulas read the three booleans.
+SHARDINGS: dict[str, Sharding] = {
+    kind.name: kind
+    for kind in (
+        Sharding(name="none", spellings=("noshard", "zero0")),
+        Sharding(name="optimizer", optimizer=True, spellings=("zero1",)),
+        Sharding(name="gradients", optimizer=True, gradients=True, spellings=("zero2", "shardgradop")),
+        Sharding(name="parameters", optimizer=True, gradients=True, parameters=True,
+                 spellings=("zero3", "fsdp", "fsdp2", "hsdp", "fullshard", "hybridshard")),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +41,11 @@ class Parallelism:
 
     Expert parallelism divides the experts of a layer over data-parallel ranks, so it adds no ranks. Ranks of one
     tensor group are neighbours, then context, then data, then pipeline, as Megatron-LM lays them.
-    ``virtual_stages`` is the number of model chunks per pipeline rank (interleaved schedule). ``single_process``
-    marks ``nn.DataParallel``: one process scatters the batch and gathers the gradients of all devices.
-    Raises ``InputError`` for a degree that is not a positive integer.
+    ``virtual_stages`` is the number of model chunks per pipeline rank (interleaved schedule). ``sharding`` is a name
+    of ``SHARDINGS``. ``single_process`` marks ``nn.DataParallel``: one process scatters the batch and gathers the
+    gradients of all devices.
+
+    Raises ``InputError`` for a degree that is not a positive integer, or an unknown sharding.
     """
 
     data: int = 1
@@ -30,7 +54,7 @@ class Parallelism:
     context: int = 1
     expert: int = 1
     virtual_stages: int = 1
-    sharding: Sharding = "none"
+    sharding: str = "none"
     single_process: bool = False
 
     def __post_init__(self) -> None:
@@ -40,25 +64,32 @@ class Parallelism:
                 raise InputError(
                     f"{name} parallelism is not usable", got=repr(value), expected="an integer of at least 1"
                 )
+        if self.sharding not in SHARDINGS:
+            raise InputError("unknown sharding", got=repr(self.sharding), expected=f"one of {', '.join(SHARDINGS)}")
 
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
         return self.data * self.tensor * self.pipeline * self.context
 
+    @property
+    def divides(self) -> Sharding:
+        """What the data-parallel ranks divide among themselves."""
+        return SHARDINGS[self.sharding]
 
+
+#: Words before a degree, by the field that it sets; ``fsdp`` sets ``data`` and shards the parameters.
 _DEGREES = {
-    "dp": "data", "ddp": "data", "data": "data", "fsdp": "fsdp", "tp": "tensor", "tensor": "tensor", "mp": "tensor",
-    "pp": "pipeline", "pipeline": "pipeline", "cp": "context", "context": "context", "ep": "expert",
-    "expert": "expert", "vp": "virtual_stages", "vpp": "virtual_stages", "virtual": "virtual_stages",
-}  # fmt: skip
-
-_SHARDINGS: dict[str, Sharding] = {
-    "none": "none", "noshard": "none", "zero0": "none", "zero1": "optimizer", "optimizer": "optimizer",
-    "zero2": "gradients", "gradients": "gradients", "shardgradop": "gradients",
-    "zero3": "parameters", "parameters": "parameters", "fsdp": "parameters", "fsdp2": "parameters",
-    "hsdp": "parameters", "fullshard": "parameters", "hybridshard": "parameters",
-}  # fmt: skip
+    "data": ("dp", "ddp", "data"),
+    "fsdp": ("fsdp",),
+    "tensor": ("tp", "tensor", "mp"),
+    "pipeline": ("pp", "pipeline"),
+    "context": ("cp", "context"),
+    "expert": ("ep", "expert"),
+    "virtual_stages": ("vp", "vpp", "virtual"),
+}
+_DEGREE_BY_WORD = {word: kind for kind, words in _DEGREES.items() for word in words}
+_SHARDING_BY_WORD = {word: kind.name for kind in SHARDINGS.values() for word in (kind.name, *kind.spellings)}
 
 #: Spellings of several words. Embeddings or a last layer split over the ranks, and samples split in space, are laid
 #: out as data parallelism: their other ranks still divide the batch or the gradients.
@@ -100,19 +131,19 @@ def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str
     if not isinstance(text, str):
         raise _not_understood(text)
     degrees: dict[str, int] = {}
-    shard: Sharding | None = None
+    shard: str | None = None
     single_process = False
     folded = text.strip().casefold()
     for phrase, word in _PHRASES:
         folded = phrase.sub(word, folded)
     for word in re.findall(r"[^\s,;+()\-]+", folded):
         degree = _DEGREE.fullmatch(word)
-        if word in _SHARDINGS:
-            shard = _SHARDINGS[word]
+        if word in _SHARDING_BY_WORD:
+            shard = _SHARDING_BY_WORD[word]
         elif word == "singleprocess":
             single_process = True
-        elif degree and degree["name"] in _DEGREES:
-            kind = _DEGREES[degree["name"]]
+        elif degree and degree["name"] in _DEGREE_BY_WORD:
+            kind = _DEGREE_BY_WORD[degree["name"]]
             if degrees.setdefault(kind, int(degree["degree"])) != int(degree["degree"]):
                 raise InputError(f"two degrees of {kind} parallelism", got=repr(text[:200]), expected="one of each")
         elif word not in _PLAIN and not _NO_MORE.fullmatch(word):
@@ -127,7 +158,7 @@ def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str
 
 
 def _lay_out(
-    degrees: dict[str, int], *, shard: Sharding | None, single_process: bool, world_size: int, text: str
+    degrees: dict[str, int], *, shard: str | None, single_process: bool, world_size: int, text: str
 ) -> Parallelism:
     fsdp = degrees.pop("fsdp", None)
     if 0 in degrees.values() or fsdp == 0:
@@ -160,13 +191,13 @@ def _check_world(layout: Parallelism, world_size: int, text: str) -> Parallelism
     return layout
 
 
-def _parse_sharding(text: str | None) -> Sharding | None:
+def _parse_sharding(text: str | None) -> str | None:
     if text is None or not text.strip():
         return None
     folded = re.sub(r"[^a-z0-9]|stage", "", text.casefold())
-    if folded not in _SHARDINGS:
+    if folded not in _SHARDING_BY_WORD:
         raise InputError("unknown sharding", got=repr(text[:200]), expected="none, zero1, zero2, zero3 or FULL_SHARD")
-    return _SHARDINGS[folded]
+    return _SHARDING_BY_WORD[folded]
 
 
 def _not_understood(text: object) -> InputError:

@@ -55,6 +55,8 @@ def test_a_hint_counts_where_the_text_is_silent() -> None:
     assert parse_parallelism("ddp", world_size=8, sharding="").sharding == "none"
     with pytest.raises(InputError, match="unknown sharding"):
         parse_parallelism("ddp", world_size=8, sharding="half")
+    with pytest.raises(InputError, match=r"unknown sharding.*gradients"):
+        Parallelism(data=8, sharding="half")
 
 
 @pytest.mark.parametrize(
