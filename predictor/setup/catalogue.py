@@ -3,35 +3,12 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["Catalogue", "CatalogueEntry", "check_fields", "fold_name", "parse_catalogue"]
-
-_TEXTS = ("kind", "architecture", "link")
-_OPTIONAL_TEXTS = ("chip", "note")
-_FIGURES = (
-    "memory_bytes",
-    "memory_bytes_per_s",
-    "gpus_per_node",
-    "link_bytes_per_s",
-    "network_bytes_per_s",
-    "all_reduce_latency_s",
-    "launch_overhead_s",
-)
-_OPTIONAL_FIGURES = (
-    "compute_capability",
-    "nvlink_domain",
-    "sm_count",
-    "boost_clock_hz",
-    "l2_bytes",
-    "power_w",
-    "achieved_memory_bytes_per_s",
-)
-_RATES = ("peak_flops_per_s",)
-_OPTIONAL_RATES = ("achieved_flops_per_s",)
+__all__ = ["Catalogue", "CatalogueEntry", "check_fields", "fold_name", "parse_catalogue", "required_fields"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +31,11 @@ def fold_name(name: str) -> str:
     """Letters and digits only, without the maker's words: ``NVIDIA A100-SXM4-80GB`` is ``a100sxm480gb``."""
     words = re.findall(r"[a-z0-9]+", name.casefold())
     return "".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "quadro"))
+
+
+def required_fields(record: type[Any]) -> set[str]:
+    """Names of the fields of a dataclass that have no default."""
+    return {field.name for field in fields(record) if field.default is MISSING and field.default_factory is MISSING}
 
 
 def check_fields(values: Mapping[str, Any], *, known: set[str], required: set[str], where: str) -> None:
@@ -79,34 +61,39 @@ def _read_figure(cell: object, *, where: str, sources: Mapping[str, str]) -> tup
     return cell["value"], sources.get(source, source)
 
 
-def _read_entry(name: str, entry: object, *, sources: Mapping[str, str]) -> CatalogueEntry:
+def _read_entry(name: str, entry: object, *, record: type[Any], sources: Mapping[str, str]) -> CatalogueEntry:
     """One ``[hardware."..."]`` table as plain values and the source of each figure."""
     where = f"hardware {name!r}"
     if not isinstance(entry, Mapping):
         raise InputError(f"{where} is not usable", got=repr(entry), expected="a table of fields")
-    required = {*_TEXTS, *_FIGURES, *_RATES} | ({"compute_capability"} if entry.get("kind") == "gpu" else set())
-    known = required | {"aliases", *_OPTIONAL_TEXTS, *_OPTIONAL_FIGURES, *_OPTIONAL_RATES}
-    check_fields(entry, known=known, required=required, where=where)
+    types = {field.name: field.type for field in fields(record) if field.name != "name"}
+    required = required_fields(record) - {"name"}
+    if entry.get("kind") != "gpu":
+        required -= {"compute_capability"}
+    check_fields(entry, known={"aliases", *types}, required=required, where=where)
     values: dict[str, Any] = {"name": name, "compute_capability": None}
-    values |= {field: entry[field] for field in (*_TEXTS, *_OPTIONAL_TEXTS) if field in entry}
     origin: dict[str, str] = {}
-    for field in (*_FIGURES, *_OPTIONAL_FIGURES):
-        if field in entry:
-            values[field], origin[field] = _read_figure(entry[field], where=f"{field} of {where}", sources=sources)
-    for table in (*_RATES, *_OPTIONAL_RATES):
-        if table not in entry:
+    for field, kind in types.items():
+        if field not in entry:
             continue
-        if not isinstance(entry[table], Mapping):
-            raise InputError(f"{table} of {where} is not usable", got=repr(entry[table]), expected="a table of formats")
-        rates = values[table] = {}
-        for unit, cell in entry[table].items():
-            field = f"{table}.{unit}"
-            rates[unit], origin[field] = _read_figure(cell, where=f"{field} of {where}", sources=sources)
+        if kind is str:
+            values[field] = entry[field]
+        elif kind != Mapping[str, float]:
+            values[field], origin[field] = _read_figure(entry[field], where=f"{field} of {where}", sources=sources)
+        elif isinstance(entry[field], Mapping):
+            rates = values[field] = {}
+            for unit, figure in entry[field].items():
+                path = f"{field}.{unit}"
+                rates[unit], origin[path] = _read_figure(figure, where=f"{path} of {where}", sources=sources)
+        else:
+            raise InputError(f"{field} of {where} is not usable", got=repr(entry[field]), expected="a table of formats")
     return CatalogueEntry(values, origin)
 
 
-def parse_catalogue(text: str, *, where: str) -> Catalogue:
-    """Read a TOML text of ``[sources]`` and ``[hardware."NAME"]`` tables.
+def parse_catalogue(text: str, *, record: type[Any], where: str) -> Catalogue:
+    """Read a TOML text of ``[sources]`` and ``[hardware."NAME"]`` tables with the fields of the dataclass ``record``.
+
+    Its texts are plain; every other field is a figure with a source, or a table of such figures by format.
 
     Raises ``InputError`` for text that is not TOML, a field that is missing, unknown or without a source, and a
     spelling that two devices claim; ``where`` names the file in the message.
@@ -121,7 +108,7 @@ def parse_catalogue(text: str, *, where: str) -> Catalogue:
         raise InputError(f"{where} is not usable", expected='tables [sources] and [hardware."NAME"]')
     catalogue = Catalogue({}, {})
     for name, entry in document["hardware"].items():
-        catalogue.entries[name] = _read_entry(name, entry, sources=sources)
+        catalogue.entries[name] = _read_entry(name, entry, record=record, sources=sources)
         aliases = entry.get("aliases", [])
         if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
             raise InputError(

@@ -9,7 +9,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from precision_time.predictor.setup.catalogue import Catalogue, check_fields, fold_name, parse_catalogue
+from precision_time.predictor.setup.catalogue import (
+    Catalogue,
+    check_fields,
+    fold_name,
+    parse_catalogue,
+    required_fields,
+)
 from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.predictor.setup.precision import FORMAT_BYTES, PRECISIONS, Precision
 from precision_time.storage.errors import InputError, NotFoundError, PrecisionUnsupportedError, UnknownNameError
@@ -29,19 +35,6 @@ __all__ = [
 
 #: The most that a measured rate may exceed the nominal one by: clocks differ a little, a sparse figure differs twofold.
 ACHIEVED_OVER_PEAK = 1.05
-
-_POSITIVE_NUMBERS = (
-    "memory_bytes_per_s",
-    "link_bytes_per_s",
-    "network_bytes_per_s",
-    "all_reduce_latency_s",
-    "launch_overhead_s",
-)
-_POSITIVE_INTEGERS = ("memory_bytes", "gpus_per_node")
-#: Nothing where no public source tells the figure.
-_OPTIONAL_NUMBERS = ("boost_clock_hz", "power_w", "achieved_memory_bytes_per_s")
-_OPTIONAL_INTEGERS = ("nvlink_domain", "sm_count", "l2_bytes")
-_TEXTS = ("kind", "architecture", "link")
 
 
 def _is_positive(value: object) -> bool:
@@ -90,29 +83,30 @@ class HardwareSpec:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", *_TEXTS):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise self._refuse(name, value, "a text that is not empty")
-        for name in ("chip", "note"):
-            if not isinstance(getattr(self, name), str):
-                raise self._refuse(name, getattr(self, name), "a text")
+        for item in fields(self):
+            self._check_field(item.name, item.type, has_default=item.default is not MISSING)
         if self.kind not in ("gpu", "cpu"):
             raise self._refuse("kind", self.kind, "gpu or cpu")
         if self.link not in LINK_KINDS:
             raise self._refuse("link", self.link, f"one of {', '.join(LINK_KINDS)}")
-        told = {name for name in (*_OPTIONAL_NUMBERS, *_OPTIONAL_INTEGERS) if getattr(self, name) is not None}
-        for name in (*_POSITIVE_NUMBERS, *(name for name in _OPTIONAL_NUMBERS if name in told)):
-            if not _is_positive(getattr(self, name)):
-                raise self._refuse(name, getattr(self, name), "a positive finite number")
-        for name in (*_POSITIVE_INTEGERS, *(name for name in _OPTIONAL_INTEGERS if name in told)):
-            if not _is_positive(getattr(self, name)) or not isinstance(getattr(self, name), int):
-                raise self._refuse(name, getattr(self, name), "an integer of at least 1")
         if self.kind == "gpu" and not _is_positive(self.compute_capability):
             raise self._refuse("compute_capability", self.compute_capability, "a number such as 8.0")
         if self.kind == "cpu" and self.compute_capability is not None:
             raise self._refuse("compute_capability", self.compute_capability, "nothing for a CPU")
         self._check_rates()
+
+    def _check_field(self, name: str, kind: Any, *, has_default: bool) -> None:
+        value = getattr(self, name)
+        if kind is str:
+            if not isinstance(value, str) or not (value or has_default):
+                raise self._refuse(name, value, "a text" if has_default else "a text that is not empty")
+        elif value is None and kind in (int | None, float | None):
+            return
+        elif kind in (int, int | None):
+            if not _is_positive(value) or not isinstance(value, int):
+                raise self._refuse(name, value, "an integer of at least 1")
+        elif kind in (float, float | None) and not _is_positive(value):
+            raise self._refuse(name, value, "a positive finite number")
 
     def _check_rates(self) -> None:
         for name in ("peak_flops_per_s", "achieved_flops_per_s"):
@@ -153,8 +147,8 @@ class HardwareSpec:
         What has a default may be missing: files written before a field existed still load.
         """
         name = str(values.get("name", "without a name"))
-        required = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}
-        check_fields(values, known={item.name for item in fields(cls)}, required=required, where=f"hardware {name!r}")
+        known = {item.name for item in fields(cls)}
+        check_fields(values, known=known, required=required_fields(cls), where=f"hardware {name!r}")
         return cls(**values)._check_achieved()
 
 
@@ -165,7 +159,7 @@ def _specify(catalogue: Catalogue) -> dict[str, HardwareSpec]:
 @functools.cache
 def _shipped() -> tuple[Catalogue, dict[str, HardwareSpec]]:
     text = resources.files("precision_time.predictor").joinpath("data/gpus.toml").read_text(encoding="utf-8")
-    catalogue = parse_catalogue(text, where="predictor/data/gpus.toml")
+    catalogue = parse_catalogue(text, record=HardwareSpec, where="predictor/data/gpus.toml")
     return catalogue, _specify(catalogue)
 
 
@@ -191,7 +185,7 @@ def load_hardware(path: str | Path) -> dict[str, HardwareSpec]:
         raise InputError(f"{path} cannot be read", got=str(error), expected="a TOML file in UTF-8") from error
     except OSError as error:
         raise NotFoundError("a hardware file cannot be read", got=f"{path}: {error.strerror}") from error
-    return _specify(parse_catalogue(text, where=str(path)))
+    return _specify(parse_catalogue(text, record=HardwareSpec, where=str(path)))
 
 
 def find_hardware(name: str, *, measured: Iterable[HardwareSpec] = ()) -> HardwareSpec:

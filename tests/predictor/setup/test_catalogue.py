@@ -3,6 +3,7 @@
 import pytest
 
 from precision_time.predictor.setup.catalogue import fold_name, parse_catalogue
+from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.storage.errors import InputError, UnknownNameError
 
 ENTRY = """
@@ -29,11 +30,15 @@ def write_entry(name="Card", aliases="[]", more=""):
     return ENTRY.format(name=name, aliases=aliases) + more
 
 
+def parse(text):
+    return parse_catalogue(text, record=HardwareSpec, where="a test")
+
+
 def test_an_entry_gives_plain_values_and_the_source_behind_each_key():
     more = (
         'sm_count = { value = 46, source = "mine" }\nachieved_flops_per_s.fp32 = { value = 18e12, source = "me too" }\n'
     )
-    catalogue = parse_catalogue(SOURCES + write_entry(aliases='["the card"]', more=more), where="a test")
+    catalogue = parse(SOURCES + write_entry(aliases='["the card"]', more=more))
     values, sources = catalogue.entries["Card"].values, catalogue.entries["Card"].sources
     assert (values["name"], values["chip"], values["sm_count"]) == ("Card", "GA102", 46)
     assert values["achieved_flops_per_s"] == {"fp32": 18e12}
@@ -60,9 +65,7 @@ def test_a_name_is_folded_to_its_letters_and_digits(spelling, folded):
 
 def test_two_devices_cannot_share_a_spelling():
     with pytest.raises(InputError, match=r"one name to two devices.*'THE-CARD'.*only Card"):
-        parse_catalogue(
-            SOURCES + write_entry(aliases='["the card"]') + write_entry("Other", '["THE-CARD"]'), where="a test"
-        )
+        parse(SOURCES + write_entry(aliases='["the card"]') + write_entry("Other", '["THE-CARD"]'))
 
 
 @pytest.mark.parametrize(
@@ -76,12 +79,12 @@ def test_two_devices_cannot_share_a_spelling():
 )
 def test_an_optional_figure_needs_a_source_too(more, told):
     with pytest.raises(InputError, match=told):
-        parse_catalogue(SOURCES + write_entry(more=more), where="a test")
+        parse(SOURCES + write_entry(more=more))
 
 
 def test_an_unknown_field_is_answered_with_the_nearest_ones():
     with pytest.raises(UnknownNameError, match=r"'sm_counts'.*sm_count"):
-        parse_catalogue(SOURCES + write_entry(more='sm_counts = { value = 46, source = "mine" }'), where="a test")
+        parse(SOURCES + write_entry(more='sm_counts = { value = 46, source = "mine" }'))
 
 
 @pytest.mark.parametrize(
@@ -97,4 +100,4 @@ def test_an_unknown_field_is_answered_with_the_nearest_ones():
 )
 def test_a_text_that_is_no_catalogue_is_refused_by_name(text, told):
     with pytest.raises(InputError, match=told):
-        parse_catalogue(text, where="a test")
+        parse(text)
