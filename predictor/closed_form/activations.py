@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from precision_time.predictor.closed_form.communication import size_transformer
+from precision_time.predictor.closed_form.transformer_sizes import size_transformer
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import FORMAT_BYTES, Precision

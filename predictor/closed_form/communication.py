@@ -6,16 +6,28 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from precision_time.predictor.closed_form.collectives import collective_time_s
-from precision_time.predictor.closed_form.overlap import estimate_overlap, expose_pieces, time_bubble, weigh_last_stage
-from precision_time.predictor.closed_form.roofline import ComputeEstimate, expert_params
+from precision_time.predictor.closed_form.roofline import ComputeEstimate
+from precision_time.predictor.closed_form.timelines import (
+    estimate_overlap,
+    expose_pieces,
+    time_bubble,
+    weigh_last_stage,
+)
+from precision_time.predictor.closed_form.transformer_sizes import expert_params, size_transformer
 from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import FORMAT_BYTES, Precision
 from precision_time.predictor.workloads.workload import WorkloadFeatures
 
-__all__ = ["CommunicationEstimate", "Group", "TransformerSizes", "count_crossings", "estimate_communication",
-           "place_group", "size_transformer", "time_replication"]  # fmt: skip
+__all__ = [
+    "CommunicationEstimate",
+    "Group",
+    "count_crossings",
+    "estimate_communication",
+    "place_group",
+    "time_replication",
+]
 
 #: Shares of the time in flight that are not hidden behind compute. A tensor-parallel layer needs the sum before it
 #: goes on; the key-value ring overlaps a part of attention; a plain 1F1B schedule waits for its neighbours while an
@@ -33,9 +45,6 @@ INTERLEAVED_EXPOSED_SHARE = 0.2
 MEGATRON_BUCKET_PARAMS = 40_000_000
 MEGATRON_BUCKET_PARAMS_PER_RANK = 1_000_000
 
-#: Width of an attention head that is taken where a transformer's sizes are not known, as in GPT-3 and Llama.
-HEAD_WIDTH = 128
-
 #: Seconds the interpreter of ``nn.DataParallel`` spends on one parameter tensor for each device: replicas are built and
 #: gradients summed tensor by tensor. Over 13 networks of 32 to 484 tensors on A100 the second device adds 0.14 to
 #: 0.29 ms a tensor (median 0.19) and each further one 0.07 to 0.15 (median 0.10); on other cards as much where the
@@ -49,16 +58,6 @@ class Group(NamedTuple):
     ranks: int
     nodes: int
     network_share: float
-
-
-class TransformerSizes(NamedTuple):
-    """Layers, width of the residual stream, width of keys plus values, tokens of a sample, experts at work."""
-
-    layers: float
-    hidden: float
-    key_value: float
-    tokens: float
-    active_experts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,32 +85,6 @@ def place_group(size: int, *, stride: int, ranks_per_node: int) -> Group:
     nodes = -(-size // inside)
     inside = -(-size // nodes)
     return Group(inside * nodes, nodes, min(1.0, inside / ranks_per_node) if nodes > 1 else 1.0)
-
-
-def size_transformer(workload: WorkloadFeatures) -> TransformerSizes:
-    """Sizes of a transformer, estimated where the card does not name them.
-
-    A decoder layer has about 12 H^2 parameters (4 in attention, 8 in the feed-forward block) and models have about
-    H / 128 layers, so P = 12 L H^2 gives H = (128 P / 12)^(1/3); with L known H = (P / 12 L)^(1/2). A token costs
-    2 P FLOPs, so a sample has F / 2P tokens. For other networks these are widths of the same order, no more.
-
-    Source: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), for 12 L H^2 and 2 P.
-    """
-    params = workload.active_params or workload.params
-    if workload.hidden_size:
-        hidden = float(workload.hidden_size)
-    elif workload.layers:
-        hidden = math.sqrt(params / (12 * workload.layers))
-    else:
-        hidden = (HEAD_WIDTH * params / 12) ** (1 / 3)
-    heads = workload.heads or 1
-    return TransformerSizes(
-        layers=workload.layers or max(1.0, params / (12 * hidden * hidden)),
-        hidden=hidden,
-        key_value=2 * hidden * (workload.kv_heads or heads) / heads,
-        tokens=workload.sequence_length or max(1.0, workload.forward_flops_per_sample / (2 * params)),
-        active_experts=workload.active_experts or 1,
-    )
 
 
 def _narrow(hardware: HardwareSpec, **changes: float | None) -> HardwareSpec:

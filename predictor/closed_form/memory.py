@@ -13,8 +13,8 @@ from precision_time.predictor.closed_form.activations import (
     read_passes,
     sample_bytes,
 )
-from precision_time.predictor.closed_form.communication import size_transformer
 from precision_time.predictor.closed_form.roofline import divide_work
+from precision_time.predictor.closed_form.transformer_sizes import size_transformer
 from precision_time.predictor.setup.hardware import supported_precisions
 from precision_time.predictor.setup.precision import FORMAT_BYTES, PRECISIONS
 from precision_time.predictor.setup.training_setup import TrainingSetup

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from precision_time.predictor.closed_form.transformer_sizes import expert_params
 from precision_time.predictor.closed_form.walked_time import NominalWork, describe_nominal, time_pass
 from precision_time.predictor.setup.hardware import HardwareSpec, check_precision
 from precision_time.predictor.setup.implementation import Implementation
@@ -12,7 +13,7 @@ from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, UnknownNameError
 
 __all__ = ["ComputeEstimate", "RankShare", "cast_bytes", "describe_passes", "divide_work", "estimate_compute",
-           "expert_params", "scale_activation_bytes", "time_host_copy"]  # fmt: skip
+           "scale_activation_bytes", "time_host_copy"]  # fmt: skip
 
 #: Shares of the nominal rates that training reaches. Fitted together on 72 medians of 304 public single-GPU rows of
 #: ResNet-50, BERT-base and ViT-B/16 (lambdal/deeplearning-benchmark, Oneflow-Inc/DLPerf, NVIDIA/DeepLearningExamples,
@@ -93,18 +94,6 @@ class RankShare:
 
 WHOLE = RankShare()
 _PLAIN = Implementation()
-
-
-def expert_params(workload: WorkloadFeatures) -> float:
-    """Parameters inside the experts of a mixture of experts, zero for a dense model.
-
-    With D parameters outside the experts, X inside them and k of E experts at work on a token, params = D + X and
-    active_params = D + X k / E, so X = (params - active_params) / (1 - k / E).
-    """
-    experts, active = workload.experts, workload.active_experts
-    if workload.active_params is None or not experts or not active or active >= experts:
-        return 0.0
-    return min(workload.params, max(0.0, (workload.params - workload.active_params) / (1 - active / experts)))
 
 
 def divide_work(workload: WorkloadFeatures, parallelism: Parallelism) -> RankShare:

@@ -15,7 +15,7 @@ from precision_time.predictor.closed_form.collectives import (
     parse_links,
     shipped_links,
 )
-from precision_time.predictor.closed_form.overlap import estimate_overlap
+from precision_time.predictor.closed_form.timelines import estimate_overlap
 from precision_time.predictor.setup.hardware import find_hardware, known_hardware, parse_bandwidth
 from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.predictor.setup.precision import parse_precision

@@ -10,12 +10,11 @@ from precision_time.predictor.closed_form.communication import (
     count_crossings,
     estimate_communication,
     place_group,
-    size_transformer,
     time_replication,
 )
-from precision_time.predictor.closed_form.overlap import UNBALANCED_SHARE, weigh_last_stage
 from precision_time.predictor.closed_form.roofline import HOST_COPY_BYTES_PER_S, ComputeEstimate
 from precision_time.predictor.closed_form.solve import solve_closed_form
+from precision_time.predictor.closed_form.timelines import UNBALANCED_SHARE, weigh_last_stage
 from precision_time.predictor.setup.hardware import find_hardware
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
@@ -117,24 +116,6 @@ def solve(workload, layout, *, nodes=1, micro_steps=1, batch_size=1, gpu="a100",
 )
 def test_a_group_lies_where_its_stride_puts_it(size, stride, per_node, expected):
     assert tuple(place_group(size, stride=stride, ranks_per_node=per_node)) == expected
-
-
-def test_unknown_sizes_follow_from_the_parameters_and_known_ones_are_kept():
-    known = size_transformer(dataclasses.replace(SMALL, kv_heads=4))
-    assert (known.layers, known.hidden, known.tokens, known.active_experts) == (24, 2048, 2048, 1)
-    # 4 of 16 heads for keys and values, twice.
-    assert known.key_value == 2 * 2048 / 4
-    nameless = dataclasses.replace(SMALL, layers=None, hidden_size=None, heads=None, sequence_length=None)
-    gpt3 = size_transformer(dataclasses.replace(nameless, params=175_000_000_000, forward_flops_per_sample=7e14))
-    # GPT-3: 96 layers, width 12288.
-    assert gpt3.hidden == pytest.approx(12288, rel=0.01)
-    assert gpt3.layers == pytest.approx(96, rel=0.01)
-    assert gpt3.tokens == pytest.approx(2000)
-    by_layers = size_transformer(dataclasses.replace(nameless, params=12 * 24 * 2048**2, layers=24))
-    assert by_layers.hidden == pytest.approx(2048)
-    # A mixture of experts is as wide as its parameters at work say.
-    sparse = dataclasses.replace(nameless, params=10**12, active_params=12 * 24 * 2048**2, layers=24)
-    assert size_transformer(sparse).hidden == pytest.approx(2048)
 
 
 def test_the_last_stage_also_projects_onto_the_vocabulary():

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_time.predictor.closed_form.collectives import all_reduce_time_s
-from precision_time.predictor.closed_form.overlap import (
+from precision_time.predictor.closed_form.roofline import estimate_compute
+from precision_time.predictor.closed_form.timelines import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     estimate_overlap,
@@ -16,7 +17,6 @@ from precision_time.predictor.closed_form.overlap import (
     finish_last_bucket,
     time_bubble,
 )
-from precision_time.predictor.closed_form.roofline import estimate_compute
 from precision_time.predictor.setup.hardware import find_hardware
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import parse_precision
