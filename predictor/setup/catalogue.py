@@ -8,22 +8,14 @@ from typing import Any
 
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["Catalogue", "CatalogueEntry", "check_fields", "fold_name", "parse_catalogue", "required_fields"]
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
-    """One device: the plain ``values`` of its specification, and where each figure comes from by field."""
-
-    values: dict[str, Any]
-    sources: dict[str, str]
+__all__ = ["Catalogue", "check_fields", "fold_name", "parse_catalogue", "required_fields"]
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Devices by canonical name, and the canonical name of each folded spelling."""
+    """The fields of each device by canonical name, and the canonical name of each folded spelling."""
 
-    entries: dict[str, CatalogueEntry]
+    entries: dict[str, dict[str, Any]]
     names: dict[str, str]
 
 
@@ -48,21 +40,22 @@ def check_fields(values: Mapping[str, Any], *, known: set[str], required: set[st
         raise InputError(f"{where} is incomplete", got=f"no {', '.join(missing)}", expected=", ".join(sorted(required)))
 
 
-def _read_figure(cell: object, *, where: str, sources: Mapping[str, str]) -> tuple[Any, str]:
-    """The number and the source text of one ``{ value = ..., source = ... }``."""
-    if not isinstance(cell, Mapping) or set(cell) != {"value", "source"}:
-        raise InputError(f"{where} has no source", got=repr(cell), expected='{ value = 312e12, source = "data sheet" }',
-                         fix="say beside every number where it comes from")  # fmt: skip
-    source = cell["source"]
+def _read_figure(figure: object, *, where: str) -> Any:
+    """The number of one ``{ value = ..., source = ... }``."""
+    if not isinstance(figure, Mapping) or set(figure) != {"value", "source"}:
+        raise InputError(f"{where} has no source", got=repr(figure),
+                         expected='{ value = 312e12, source = "data sheet" }',
+                         fix="name the source beside every number")  # fmt: skip
+    source = figure["source"]
     if not isinstance(source, str) or not source.strip():
         raise InputError(
             f"the source of {where} is not usable", got=repr(source), expected="a text or a key of [sources]"
         )
-    return cell["value"], sources.get(source, source)
+    return figure["value"]
 
 
-def _read_entry(name: str, entry: object, *, record: type[Any], sources: Mapping[str, str]) -> CatalogueEntry:
-    """One ``[hardware."..."]`` table as plain values and the source of each figure."""
+def _read_entry(name: str, entry: object, *, record: type[Any]) -> dict[str, Any]:
+    """One ``[hardware."..."]`` table as plain values."""
     where = f"hardware {name!r}"
     if not isinstance(entry, Mapping):
         raise InputError(f"{where} is not usable", got=repr(entry), expected="a table of fields")
@@ -72,22 +65,21 @@ def _read_entry(name: str, entry: object, *, record: type[Any], sources: Mapping
         required -= {"compute_capability"}
     check_fields(entry, known={"aliases", *types}, required=required, where=where)
     values: dict[str, Any] = {"name": name, "compute_capability": None}
-    origin: dict[str, str] = {}
     for field, kind in types.items():
         if field not in entry:
             continue
+        content = entry[field]
         if kind is str:
-            values[field] = entry[field]
+            values[field] = content
         elif kind != Mapping[str, float]:
-            values[field], origin[field] = _read_figure(entry[field], where=f"{field} of {where}", sources=sources)
-        elif isinstance(entry[field], Mapping):
-            rates = values[field] = {}
-            for unit, figure in entry[field].items():
-                path = f"{field}.{unit}"
-                rates[unit], origin[path] = _read_figure(figure, where=f"{path} of {where}", sources=sources)
+            values[field] = _read_figure(content, where=f"{field} of {where}")
+        elif isinstance(content, Mapping):
+            values[field] = {
+                unit: _read_figure(figure, where=f"{field}.{unit} of {where}") for unit, figure in content.items()
+            }
         else:
-            raise InputError(f"{field} of {where} is not usable", got=repr(entry[field]), expected="a table of formats")
-    return CatalogueEntry(values, origin)
+            raise InputError(f"{field} of {where} is not usable", got=repr(content), expected="a table of formats")
+    return values
 
 
 def parse_catalogue(text: str, *, record: type[Any], where: str) -> Catalogue:
@@ -103,12 +95,11 @@ def parse_catalogue(text: str, *, record: type[Any], where: str) -> Catalogue:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{where} cannot be read", got=str(error), expected="a TOML file of hardware") from error
     check_fields(document, known={"sources", "hardware"}, required={"hardware"}, where=where)
-    sources = document.get("sources", {})
-    if not isinstance(sources, dict) or not isinstance(document["hardware"], dict):
+    if not isinstance(document.get("sources", {}), dict) or not isinstance(document["hardware"], dict):
         raise InputError(f"{where} is not usable", expected='tables [sources] and [hardware."NAME"]')
     catalogue = Catalogue({}, {})
     for name, entry in document["hardware"].items():
-        catalogue.entries[name] = _read_entry(name, entry, record=record, sources=sources)
+        catalogue.entries[name] = _read_entry(name, entry, record=record)
         aliases = entry.get("aliases", [])
         if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
             raise InputError(

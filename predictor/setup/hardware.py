@@ -26,7 +26,6 @@ __all__ = [
     "check_precision",
     "choose_precision",
     "find_hardware",
-    "hardware_sources",
     "known_hardware",
     "load_hardware",
     "parse_bandwidth",
@@ -153,7 +152,7 @@ class HardwareSpec:
 
 
 def _specify(catalogue: Catalogue) -> dict[str, HardwareSpec]:
-    return {name: HardwareSpec(**entry.values)._check_achieved() for name, entry in catalogue.entries.items()}
+    return {name: HardwareSpec(**values)._check_achieved() for name, values in catalogue.entries.items()}
 
 
 @functools.cache
@@ -166,11 +165,6 @@ def _shipped() -> tuple[Catalogue, dict[str, HardwareSpec]]:
 def known_hardware() -> dict[str, HardwareSpec]:
     """The shipped devices by canonical name (``predictor/data/gpus.toml``)."""
     return dict(_shipped()[1])
-
-
-def hardware_sources(name: str) -> dict[str, str]:
-    """Where each figure of the shipped device ``name`` comes from, by field (``peak_flops_per_s.fp16``, ...)."""
-    return dict(_shipped()[0].entries[find_hardware(name).name].sources)
 
 
 def load_hardware(path: str | Path) -> dict[str, HardwareSpec]:

@@ -34,18 +34,15 @@ def parse(text):
     return parse_catalogue(text, record=HardwareSpec, where="a test")
 
 
-def test_an_entry_gives_plain_values_and_the_source_behind_each_key():
+def test_an_entry_gives_plain_values():
     more = (
         'sm_count = { value = 46, source = "mine" }\nachieved_flops_per_s.fp32 = { value = 18e12, source = "me too" }\n'
     )
     catalogue = parse(SOURCES + write_entry(aliases='["the card"]', more=more))
-    values, sources = catalogue.entries["Card"].values, catalogue.entries["Card"].sources
+    values = catalogue.entries["Card"]
     assert (values["name"], values["chip"], values["sm_count"]) == ("Card", "GA102", 46)
     assert values["achieved_flops_per_s"] == {"fp32": 18e12}
     assert "nvlink_domain" not in values
-    assert sources["sm_count"] == "measured by me"
-    assert sources["peak_flops_per_s.fp32"] == "sheet of Card"
-    assert sources["achieved_flops_per_s.fp32"] == "me too"
     assert catalogue.names == {"card": "Card", "thecard": "Card"}
 
 
