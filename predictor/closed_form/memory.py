@@ -13,20 +13,14 @@ from precision_time.predictor.closed_form.activations import (
     read_passes,
     sample_bytes,
 )
+from precision_time.predictor.closed_form.optimizers import find_optimizer
 from precision_time.predictor.closed_form.roofline import divide_work
 from precision_time.predictor.closed_form.transformer_sizes import size_transformer
 from precision_time.predictor.setup.hardware import supported_precisions
 from precision_time.predictor.setup.precision import FORMAT_BYTES, PRECISIONS
 from precision_time.predictor.setup.training_setup import TrainingSetup
-from precision_time.storage.errors import UnknownNameError
 
-__all__ = ["OPTIMIZER_STATE_BYTES", "MemoryEstimate", "estimate_memory", "explain_memory", "largest_batch"]
-
-#: Bytes of optimizer states per parameter, kept in fp32. Adafactor keeps one value a row and one a column of each
-#: matrix (Shazeer & Stern, 2018): 8 bytes a parameter over the width of the matrix, here 400. NovoGrad's second moment
-#: is one number a tensor (Ginsburg et al., 2019), so its first moment is what counts.
-OPTIMIZER_STATE_BYTES = {"sgd": 0.0, "sgd_momentum": 4.0, "rmsprop": 4.0, "adagrad": 4.0, "novograd": 4.0,
-                         "adafactor": 0.02, "adam": 8.0, "adamw": 8.0, "lamb": 8.0}  # fmt: skip
+__all__ = ["MemoryEstimate", "estimate_memory", "explain_memory", "largest_batch"]
 
 #: What a process takes of a GPU before its first tensor (context, loaded kernels, cuBLAS workspaces, allocator
 #: rounding); recalled, not re-checked. A CPU's allocator has nothing of the kind.
@@ -115,9 +109,7 @@ def _store_parameters(setup: TrainingSetup) -> _Stored:
     distributed optimizer, 6 + 12 / d (recalled, not re-checked).
     """
     precision = setup.precision
-    if setup.workload.optimizer not in OPTIMIZER_STATE_BYTES:
-        raise UnknownNameError("optimizer", setup.workload.optimizer, OPTIMIZER_STATE_BYTES)
-    states = OPTIMIZER_STATE_BYTES[setup.workload.optimizer]
+    states = find_optimizer(setup.workload.optimizer).state_bytes
     stored = FORMAT_BYTES[precision.storage]
     frozen = min(stored, FORMAT_BYTES[precision.compute])
     if precision.is_mixed and setup.layout.divides.optimizer:
@@ -165,7 +157,7 @@ def _step_temporaries(setup: TrainingSetup, *, gradients: float) -> float:
         return gradients
     # every second tensor is a bias or a norm
     largest = max(2 * workload.params / workload.parameter_tensors, (workload.vocab or 0) * (workload.hidden_size or 0))
-    copies = 2 if OPTIMIZER_STATE_BYTES[workload.optimizer] > FORMAT_BYTES["fp32"] else 1
+    copies = 2 if find_optimizer(workload.optimizer).state_bytes > FORMAT_BYTES["fp32"] else 1
     return min(gradients, copies * FORMAT_BYTES[setup.precision.storage] * largest)
 
 

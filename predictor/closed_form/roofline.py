@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from precision_time.predictor.closed_form.optimizers import find_optimizer
 from precision_time.predictor.closed_form.transformer_sizes import expert_params
 from precision_time.predictor.closed_form.walked_time import NominalWork, describe_nominal, time_pass
 from precision_time.predictor.setup.hardware import HardwareSpec, check_precision
@@ -10,7 +11,7 @@ from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import FORMAT_BYTES, Precision
 from precision_time.predictor.workloads.workload import WorkloadFeatures
-from precision_time.storage.errors import InputError, UnknownNameError
+from precision_time.storage.errors import InputError
 
 __all__ = ["ComputeEstimate", "RankShare", "cast_bytes", "describe_passes", "divide_work", "estimate_compute",
            "scale_activation_bytes", "time_host_copy"]  # fmt: skip
@@ -37,19 +38,9 @@ CPU_MEMORY_EFFICIENCY = 0.35
 #: 0.94 in walks of ViT-B/16, BERT-base, Llama-7B, GPT-2 XL and GPT-2, the middle one here.
 AUTOCAST_ATTENTION_BYTES = 0.83
 
-#: Bytes an optimizer reads and writes per parameter with fp32 parameters, gradients and states.
-OPTIMIZER_BYTES = {"sgd": 12, "sgd_momentum": 20, "rmsprop": 20, "adagrad": 20, "novograd": 20, "adafactor": 20,
-                   "adam": 28, "adamw": 28, "lamb": 36}  # fmt: skip
-
-#: Elementwise operations per parameter tensor, counted in the loop forms of torch.optim 2.13; LAMB adds two
-#: norms, their ratio and a scaling to Adam.
-OPTIMIZER_OPERATIONS = {"sgd": 1, "sgd_momentum": 3, "rmsprop": 6, "adagrad": 5, "novograd": 8, "adafactor": 12,
-                        "adam": 8, "adamw": 9, "lamb": 12}  # fmt: skip
-
 #: Tensors that one launch of a multi-tensor kernel of torch 2.13 updates on a GPU, with two lists of tensors
 #: (depth_to_max_tensors in ATen/native/cuda/MultiTensorApply.cuh, small kernel arguments).
 TENSORS_PER_LAUNCH = 64
-
 
 #: Bytes per second from pinned host memory to a device: 0.8 of the nominal 15.8 GB/s of PCIe 3 x16; not measured.
 HOST_COPY_BYTES_PER_S = 12.6e9
@@ -187,15 +178,14 @@ def _describe_device(hardware: HardwareSpec, precision: Precision) -> _Device:
 def _time_optimizer(
     workload: WorkloadFeatures, precision: Precision, device: _Device, *, share: RankShare, trainable: float
 ) -> float:
-    if workload.optimizer not in OPTIMIZER_BYTES:
-        raise UnknownNameError("optimizer", workload.optimizer, OPTIMIZER_BYTES)
+    optimizer = find_optimizer(workload.optimizer)
     state = FORMAT_BYTES[precision.storage] / FORMAT_BYTES["fp32"]
     params = workload.params * share.updated * trainable
-    moved = params * OPTIMIZER_BYTES[workload.optimizer] * state
+    moved = params * optimizer.step_bytes * state
     tensors = math.ceil(workload.parameter_tensors * share.layers)
     # A GPU updates many tensors in one launch (foreach), a CPU one by one.
     groups = -(-tensors // TENSORS_PER_LAUNCH) if device.launches_overlap else tensors
-    operations = groups * OPTIMIZER_OPERATIONS[workload.optimizer]
+    operations = groups * optimizer.step_operations
     if precision.loss_scaling:
         # Unscaling and the search for infinities read and write every fp32 gradient, in one operation per group.
         moved += 8 * params

@@ -8,7 +8,6 @@ from precision_time.predictor.closed_form.roofline import (
     GPU_ATTENTION_EFFICIENCY,
     GPU_COMPUTE_EFFICIENCY,
     HOST_COPY_BYTES_PER_S,
-    OPTIMIZER_BYTES,
     RankShare,
     cast_bytes,
     describe_passes,
@@ -151,7 +150,6 @@ def test_the_optimizer_pays_for_loss_scaling_and_half_for_pure_formats():
     assert estimate(model, "a100", "amp_bf16", batch_size=1).optimizer_s == times["fp32"]
     sgd = dataclasses.replace(model, optimizer="sgd_momentum")
     assert estimate(sgd, "a100", "fp32", batch_size=1).optimizer_s / times["fp32"] == pytest.approx(20 / 28)
-    assert OPTIMIZER_BYTES["adamw"] == 28
 
 
 def test_what_cannot_be_estimated_is_refused_by_name():
