@@ -31,7 +31,7 @@ def required_fields(record: type[Any]) -> set[str]:
 
 
 def check_fields(values: Mapping[str, Any], *, known: set[str], required: set[str], where: str) -> None:
-    """Raise ``UnknownNameError`` for a field that is not ``known``, ``InputError`` for a ``required`` one missing."""
+    """Raise ``UnknownNameError`` for a field that is not ``known``, ``InputError`` for a missing ``required`` one."""
     unknown = sorted(values.keys() - known)
     if unknown:
         raise UnknownNameError("field", unknown[0], known, fix=f"correct it in {where}")

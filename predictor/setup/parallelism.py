@@ -1,4 +1,4 @@
-"""Parallelism: how a model and its batch are laid over the ranks of a job."""
+"""Parallelism: how the ranks of a job divide a model and its batch, and the words for it."""
 
 import re
 from dataclasses import dataclass
@@ -91,8 +91,8 @@ _DEGREES = {
 _DEGREE_BY_WORD = {word: kind for kind, words in _DEGREES.items() for word in words}
 _SHARDING_BY_WORD = {word: kind.name for kind in SHARDINGS.values() for word in (kind.name, *kind.spellings)}
 
-#: Spellings of several words. Embeddings or a last layer split over the ranks, and samples split in space, are laid
-#: out as data parallelism: their other ranks still divide the batch or the gradients.
+#: Spellings of several words, and the word that replaces each. Embeddings or a last layer split over the ranks, and
+#: samples split in space, count as data parallelism: the ranks still divide the batch or the gradients.
 _PHRASES = tuple(
     (re.compile(pattern), word)
     for pattern, word in (
@@ -107,22 +107,21 @@ _PHRASES = tuple(
     )
 )
 
-#: Words that say no more than a degree beside them does.
-_PLAIN = ("ddp", "dp", "data", "horovod", "deepspeed", "megatron", "gpipe", "spatial")
+#: Words that change nothing: plain data parallelism, frameworks, and degrees that do not apply.
+_WITHOUT_EFFECT = re.compile(r"ddp|dp|data|horovod|deepspeed|megatron|gpipe|spatial|(ep|vp|cp)n/a|microbatches[0-9]+")
 
 _DEGREE = re.compile(r"(?P<name>[a-z]+?)[=:]?(?P<degree>[0-9]{1,9})")
-_NO_MORE = re.compile(r"(ep|vp|cp)n/a|microbatches[0-9]+")
-_SPELLINGS = "ddp, fsdp, zero1, zero2, zero3, nn.DataParallel, or degrees such as tp4-pp8, tp=8,pp=2 or dp2-tp4-zero1"
+_EXAMPLES = "ddp, fsdp, zero1, zero2, zero3, nn.DataParallel, or degrees such as tp4-pp8, tp=8,pp=2 or dp2-tp4-zero1"
 
 
 def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str | None = None) -> Parallelism:
     """The layout over ``world_size`` ranks that ``text`` names; a blank text means plain data parallelism.
 
-    Kinds are joined by ``-``, ``+``, ``,`` or blanks; a degree stands behind its name: ``dp fsdp tp (mp) pp cp ep
-    vp``. The data degree is what the other degrees leave of the world. ``sharding`` (``FULL_SHARD``, ``zero2``, ...)
-    counts where the text says nothing about it.
+    Kinds are joined by ``-``, ``+``, ``,`` or blanks; a degree follows its name: ``dp fsdp tp (mp) pp cp ep vp``.
+    Without a data degree, the ranks that the other degrees leave are replicas. ``sharding`` (``FULL_SHARD``,
+    ``zero2``, ...) counts where the text names none.
 
-    Raises ``InputError`` for what is not understood, with examples, and for degrees that do not fill the world.
+    Raises ``InputError`` for a text that is not understood, with examples, and for degrees that do not fill the world.
     """
     if isinstance(text, Parallelism):
         return _check_world(text, world_size, repr(text))
@@ -131,7 +130,7 @@ def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str
     if not isinstance(text, str):
         raise _not_understood(text)
     degrees: dict[str, int] = {}
-    shard: str | None = None
+    named_sharding: str | None = None
     single_process = False
     folded = text.strip().casefold()
     for phrase, word in _PHRASES:
@@ -139,18 +138,18 @@ def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str
     for word in re.findall(r"[^\s,;+()\-]+", folded):
         degree = _DEGREE.fullmatch(word)
         if word in _SHARDING_BY_WORD:
-            shard = _SHARDING_BY_WORD[word]
+            named_sharding = _SHARDING_BY_WORD[word]
         elif word == "singleprocess":
             single_process = True
         elif degree and degree["name"] in _DEGREE_BY_WORD:
             kind = _DEGREE_BY_WORD[degree["name"]]
             if degrees.setdefault(kind, int(degree["degree"])) != int(degree["degree"]):
                 raise InputError(f"two degrees of {kind} parallelism", got=repr(text[:200]), expected="one of each")
-        elif word not in _PLAIN and not _NO_MORE.fullmatch(word):
+        elif not _WITHOUT_EFFECT.fullmatch(word):
             raise _not_understood(text)
     return _lay_out(
         degrees,
-        shard=shard if shard is not None else _parse_sharding(sharding),
+        sharding=named_sharding if named_sharding is not None else _parse_sharding(sharding),
         single_process=single_process,
         world_size=world_size,
         text=text,
@@ -158,7 +157,7 @@ def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str
 
 
 def _lay_out(
-    degrees: dict[str, int], *, shard: str | None, single_process: bool, world_size: int, text: str
+    degrees: dict[str, int], *, sharding: str | None, single_process: bool, world_size: int, text: str
 ) -> Parallelism:
     fsdp = degrees.pop("fsdp", None)
     if 0 in degrees.values() or fsdp == 0:
@@ -168,12 +167,12 @@ def _lay_out(
         degrees["data"] = degrees.get("data", 1) * fsdp
         # Context-parallel ranks hold the same parameters, so FSDP divides over them too.
         if fsdp * degrees.get("context", 1) > 1:
-            shard = "parameters"
+            sharding = "parameters"
     if "data" not in degrees:
         if world_size % split:
             raise _not_divided(text, f"{split} ranks a replica in a world of {world_size}")
         degrees["data"] = world_size // split
-    layout = Parallelism(**degrees, sharding=shard or "none", single_process=single_process)
+    layout = Parallelism(**degrees, sharding=sharding or "none", single_process=single_process)
     return _check_world(layout, world_size, text)
 
 
@@ -201,7 +200,7 @@ def _parse_sharding(text: str | None) -> str | None:
 
 
 def _not_understood(text: object) -> InputError:
-    return InputError("this parallelism is not understood", got=repr(text)[:200], expected=_SPELLINGS)
+    return InputError("this parallelism is not understood", got=repr(text)[:200], expected=_EXAMPLES)
 
 
 def _not_divided(text: str, numbers: str) -> InputError:
