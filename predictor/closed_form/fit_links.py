@@ -1,7 +1,7 @@
-"""The fit of the closed forms of collectives to public curves, and its errors in and out of the sites it saw.
+"""The fit of the closed forms of collectives to public curves, and their errors on such curves.
 
-To rebuild ``predictor/data/links.toml`` after the curves, the forms or the hardware changed:
-``links = fit_links(shipped_collectives())`` and write ``format_links(links)`` to that file.
+After a change of the curves, the forms or the hardware, write ``format_links(fit_links(shipped_collectives()))`` to
+``predictor/data/links.toml``.
 """
 
 import functools
@@ -40,7 +40,7 @@ Floats = npt.NDArray[np.float64]
 TURNING_ERROR = 0.1
 #: Weight of the curves against the prior.
 DATA_WEIGHT = 0.1
-#: Each row counts the row count of its site to the minus this power.
+#: A row weighs the row count of its site to the power of minus this.
 SITE_POWER = 0.5
 MOST_ROUNDS = 12
 
@@ -52,15 +52,12 @@ def time_point(links: Links, point: CurvePoint) -> float:
     )
 
 
-# The fit. Every constant is exp(sum of its parameters): one of its family plus its own deviation, which the prior
-# draws to zero. Constants without a curve stay at the family's.
-
-
 def _priors() -> dict[str, tuple[float, float]]:
     """Centre and log standard deviation of each parameter.
 
-    The centres are round figures of the order that NCCL's own tuning tables and data sheets suggest; the deviations
-    were chosen on left-out sites, in steps of three.
+    A constant is the product of its family's parameter and its own deviation, whose centre is 1; without a curve it
+    stays at the family's. The centres are round figures of the order of NCCL's tuning tables and data sheets. The
+    standard deviations were chosen on left-out sites, in steps of a factor of three.
     """
     priors = {
         "nvlink.latency": (9e-6, 1.0), "nvlink.efficiency": (0.8, 0.4), "nvlink.handover": (32e-6, 0.7),
@@ -79,17 +76,20 @@ def _priors() -> dict[str, tuple[float, float]]:
     for kind in COLLECTIVES[1:]:
         priors |= {f"{kind}.latency": (1.0, 0.25), f"{kind}.efficiency": (1.0, 0.12)}
     for network in NETWORKS[1:]:
-        # Without RDMA hardware of its own a network is slower and differs more.
-        far = network in ("efa", "ethernet")
-        priors |= {f"{network}.latency": (3.0 if far else 1.0, 0.8 if far else 0.4),
-                   f"{network}.efficiency": (0.8 if far else 1.0, 0.3 if far else 0.15),
+        # Networks without RDMA hardware are slower and differ more from each other.
+        slow = network in ("efa", "ethernet")
+        priors |= {f"{network}.latency": (3.0 if slow else 1.0, 0.8 if slow else 0.4),
+                   f"{network}.efficiency": (0.8 if slow else 1.0, 0.3 if slow else 0.15),
                    f"{network}.handover": (1.0, 0.8)}  # fmt: skip
     return priors
 
 
 @functools.cache
 def _nominal_latencies() -> dict[str, float]:
-    """``all_reduce_latency_s`` of the shipped devices by link: latencies are fitted in seconds and kept as shares."""
+    """``all_reduce_latency_s`` by link, the median of the shipped devices.
+
+    Latencies are fitted in seconds and stored as multiples of it.
+    """
     specs = known_hardware().values()
     return {link: statistics.median(spec.all_reduce_latency_s for spec in specs if spec.link == link)
             for link, kind in LINK_KINDS.items() if kind.family}  # fmt: skip

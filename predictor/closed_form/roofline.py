@@ -19,23 +19,22 @@ __all__ = ["ComputeEstimate", "RankShare", "cast_bytes", "describe_passes", "div
 #: Shares of the nominal rates that training reaches. Fitted together on 72 medians of 304 public single-GPU rows of
 #: ResNet-50, BERT-base and ViT-B/16 (lambdal/deeplearning-benchmark, Oneflow-Inc/DLPerf, NVIDIA/DeepLearningExamples,
 #: PaddlePaddle/Perf, huggingface/pytorch-image-models; Pascal to B200, fp32, tf32, fp16): mean error 18 %, median 13 %.
-#: Starting points that the learner refines; they hold for no single model.
+#: Starting points that the trees refine; they are averages and exact for no model.
 GPU_COMPUTE_EFFICIENCY = 0.55
-#: The same for the products inside attention; not fitted apart so far.
+#: The same for the products inside attention; not fitted separately so far.
 GPU_ATTENTION_EFFICIENCY = 0.55
 GPU_MEMORY_EFFICIENCY = 0.40
 
-#: The same for a CPU, whose rates are measured and not nominal ones: fitted on the processor time of forward
-#: plus backward, one thread, for mlp, vit_tiny, bert_mini, gpt2_mini, resnet18 (two batches each) and resnet50, in fp32
-#: and amp_bf16, on an AMD EPYC (Zen 4 or later) with torch 2.13.0: mean error 17 %, median 10 %, the largest at the
-#: smallest batches.
+#: The same for a CPU, whose rates are measured, not nominal. Fitted on the processor time of forward plus backward, one
+#: thread, for mlp, vit_tiny, bert_mini, gpt2_mini, resnet18 (two batches each) and resnet50, in fp32 and amp_bf16, on
+#: an AMD EPYC (Zen 4 or later) with torch 2.13.0: mean error 17 %, median 10 %, the largest at the smallest batches.
 CPU_FP32_EFFICIENCY = 0.75
 CPU_NARROW_EFFICIENCY = 0.55
 CPU_MEMORY_EFFICIENCY = 0.35
 
-#: Bytes of activations that autocast still moves, per byte of fp32 eager execution. Without attention all of it
-#: narrows (walk of ResNet-50: 0.50). Normalisation, softmax and losses stay fp32 and add casts around them: 0.73 to
-#: 0.94 in walks of ViT-B/16, BERT-base, Llama-7B, GPT-2 XL and GPT-2, the middle one here.
+#: Bytes of activations that autocast moves, per byte of fp32 eager execution, in networks with attention. Without
+#: attention all activations narrow (walk of ResNet-50: 0.50). Normalisation, softmax and losses stay fp32 and add
+#: casts: 0.73 to 0.94 in walks of ViT-B/16, BERT-base, Llama-7B, GPT-2 XL and GPT-2; this is the median.
 AUTOCAST_ATTENTION_BYTES = 0.83
 
 #: Tensors that one launch of a multi-tensor kernel of torch 2.13 updates on a GPU, with two lists of tensors
@@ -51,8 +50,8 @@ class ComputeEstimate:
     """Seconds of one micro-step on one device, without communication.
 
     ``recompute_s`` is the part of the forward pass that the backward pass runs again (activation checkpointing).
-    ``optimizer_s`` includes the traffic of loss scaling. ``launch_bound`` says that the host, which queues the
-    operations, and not the device sets the time of the forward and backward pass.
+    ``optimizer_s`` includes the traffic of loss scaling. ``launch_bound`` is true where the host, which queues the
+    operations, takes longer than the device over the longer of the two passes.
     """
 
     forward_s: float
@@ -69,11 +68,11 @@ class ComputeEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank does of a replica's work, as shares of the whole.
+    """Shares of a replica's work that one rank does.
 
-    ``work`` is of the FLOPs and activation bytes of a micro-step, ``parameters`` of the weights it computes with,
-    ``cast`` of those it casts to the compute format in each pass, ``updated`` of those its optimizer updates,
-    ``layers`` of the operations and parameter tensors.
+    ``work`` is the share of the FLOPs and activation bytes of a micro-step, ``parameters`` that of the weights it
+    computes with, ``cast`` that of the weights it casts to the compute format in each pass, ``updated`` that of the
+    weights its optimizer updates, ``layers`` that of the operations and parameter tensors.
     """
 
     work: float = 1.0
@@ -88,12 +87,15 @@ _PLAIN = Implementation()
 
 
 def divide_work(workload: WorkloadFeatures, parallelism: Parallelism) -> RankShare:
-    """The share of one rank: layers divide over pipeline stages, a layer over tensor ranks, tokens over context ranks.
+    """The shares of one rank: layers divide over pipeline stages, a layer over tensor ranks, tokens over context ranks.
 
-    Assumed: stages of equal work; the activations that tensor ranks could keep whole (norms, residuals) divide too
-    (sequence parallelism); experts divide over the expert ranks alone where there are any (an expert tensor degree
-    of 1), tokens spread evenly over experts; sharding divides what the optimizer updates over all ranks that hold
-    the same stage and tensor part, and a rank with sharded parameters casts only its shard before the gather.
+    Assumptions:
+    - stages have equal work;
+    - tensor ranks also divide the activations that they could keep whole (norms, residuals: sequence parallelism);
+    - experts divide over the expert ranks alone where there are any (an expert tensor degree of 1), and tokens spread
+      evenly over experts;
+    - sharding divides the optimizer's work over all ranks that hold the same stage and tensor part;
+    - a rank with sharded parameters casts only its shard, before the gather.
 
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation Recomputation" (2022);
     Rajbhandari et al., "ZeRO" (2020).
@@ -104,7 +106,7 @@ def divide_work(workload: WorkloadFeatures, parallelism: Parallelism) -> RankSha
         inside = expert_params(workload) / workload.params
         split = max(parallelism.expert, parallelism.tensor)
         parameters = ((1 - inside) / parallelism.tensor + inside / split) / parallelism.pipeline
-    # Dense parameters divide over data x context ranks and those of experts over fewer: the product is one over all.
+    # Dense parameters divide over data x context ranks and those of experts over fewer; both end at 1 / world size.
     updated = 1 / parallelism.world_size if parallelism.divides.optimizer else parameters
     return RankShare(
         work=1 / (model_ranks * parallelism.context),
@@ -116,7 +118,7 @@ def divide_work(workload: WorkloadFeatures, parallelism: Parallelism) -> RankSha
 
 
 def scale_activation_bytes(workload: WorkloadFeatures, precision: Precision) -> float:
-    """Bytes of activations a policy moves, over those of fp32 eager execution."""
+    """Bytes of activations that a policy moves, over those of fp32 eager execution."""
     narrow = FORMAT_BYTES[precision.activations] / FORMAT_BYTES["fp32"]
     if precision.is_mixed and workload.attention_flops_share > 0:
         return max(narrow, AUTOCAST_ATTENTION_BYTES)
@@ -142,7 +144,7 @@ class _Device:
     bytes_per_s: float
     launch_s: float
     launches_overlap: bool
-    #: seconds of a FLOP inside attention over those of any other
+    #: seconds of a FLOP inside attention over those of any other FLOP
     attention_slowdown: float
 
     def time_phase(self, flops: float, moved_bytes: float, operations: float) -> tuple[float, bool]:
@@ -179,18 +181,18 @@ def _time_optimizer(
     workload: WorkloadFeatures, precision: Precision, device: _Device, *, share: RankShare, trainable: float
 ) -> float:
     optimizer = find_optimizer(workload.optimizer)
-    state = FORMAT_BYTES[precision.storage] / FORMAT_BYTES["fp32"]
+    width = FORMAT_BYTES[precision.storage] / FORMAT_BYTES["fp32"]
     params = workload.params * share.updated * trainable
-    moved = params * optimizer.step_bytes * state
+    moved_bytes = params * optimizer.step_bytes * width
     tensors = math.ceil(workload.parameter_tensors * share.layers)
     # A GPU updates many tensors in one launch (foreach), a CPU one by one.
     groups = -(-tensors // TENSORS_PER_LAUNCH) if device.launches_overlap else tensors
     operations = groups * optimizer.step_operations
     if precision.loss_scaling:
         # Unscaling and the search for infinities read and write every fp32 gradient, in one operation per group.
-        moved += 8 * params
+        moved_bytes += 8 * params
         operations += groups
-    return device.time_phase(0.0, moved, operations)[0]
+    return device.time_phase(0.0, moved_bytes, operations)[0]
 
 
 def _recomputed_share(workload: WorkloadFeatures, implementation: Implementation) -> float:
@@ -209,11 +211,12 @@ def describe_passes(
     share: RankShare = WHOLE,
     implementation: Implementation = _PLAIN,
 ) -> tuple[NominalWork, NominalWork, float]:
-    """Nominal work of the forward and the backward pass of a walked network on a GPU, and the share run again.
+    """Nominal work of the forward and the backward pass of a walked network on a GPU, and the share recomputed.
 
-    The walk of a module was made with its frozen parameters, so only those that a setup freezes beside them
-    (``trainable_share`` of a walk in which all are trained) take weight gradients away. Raises ``InputError`` for a
-    network that was never walked.
+    Parameters that were frozen when the module was walked have no weight gradients in the walk, so only further ones
+    that the setup freezes (``trainable_share``) take weight gradients away.
+
+    Raises ``InputError`` for a network that was never walked.
     """
     if workload.walks is None:
         raise InputError(f"{workload.name} was never walked", expected="a network of the zoo, or a module")
@@ -245,22 +248,24 @@ def estimate_compute(
     share: RankShare = WHOLE,
     implementation: Implementation = _PLAIN,
 ) -> ComputeEstimate:
-    """Roofline of one micro-step of ``batch_size`` samples, of which a rank does ``share``, and of its optimizer step.
+    """Seconds of one micro-step of ``batch_size`` samples, of which a rank does ``share``, and of its optimizer step.
 
-    Each pass takes max(F / (eta_c Pi), Q / (eta_m B)) seconds on the device: F its FLOPs (2 per multiply-add), Pi the
-    dense peak (FLOP/s) of the policy's compute format, Q the bytes it moves, B the memory bandwidth (bytes/s). Q is
-    batch x activations, scaled by what the policy narrows, plus the weights in the compute format, plus the casts
-    between both. On a GPU a network that was walked is timed family by family instead (``walked_time``).
+        t = max(F / (eta_c Pi), Q / (eta_m B))
 
-    Launching n operations costs the host n tau seconds; a GPU hides them behind its own work, so a pass
-    takes at least n tau, while on a CPU they add up. Autocast launches one cast per parameter tensor and pass.
+    for each pass on the device, with its FLOPs F (2 per multiply-add), the dense peak Pi (FLOP/s) of the policy's
+    compute format, the bytes Q that it moves, and the memory bandwidth B (bytes/s). Q is the activations of the batch,
+    scaled by the policy's width, plus the weights in the compute format, plus the casts between both. On a GPU the
+    passes of a walked network are timed family by family instead (``walked_time``).
+
+    Launching n operations costs the host n tau seconds. A GPU hides them behind its own work, so a pass takes at least
+    n tau; on a CPU they add up. Autocast launches one cast per parameter tensor and pass.
 
     Checkpointing runs the forward pass (full) or its attention (selective) once more. With a share s < 1 of trainable
     parameters the backward pass leaves out 1 - s of the weight gradients, which are half of its products outside
     attention and half of its traffic with weights; frozen parameters have no optimizer step.
 
-    Raises ``InputError`` for a batch that is not a positive integer, ``PrecisionUnsupportedError`` for a format the
-    device lacks, ``UnknownNameError`` for an optimizer that is not known.
+    Raises ``InputError`` for a batch that is not a positive integer, ``PrecisionUnsupportedError`` for a format that
+    the device lacks, ``UnknownNameError`` for an unknown optimizer.
 
     Source: Williams, Waterman, Patterson, "Roofline" (2009); constants of this file.
     """
@@ -273,22 +278,23 @@ def estimate_compute(
     if implementation.optimizer_step:
         optimizer_s = _time_optimizer(workload, precision, device, share=share, trainable=trainable)
     if workload.walks is not None and hardware.kind == "gpu":
-        before, after, again = describe_passes(
+        forward_work, backward_work, recomputed = describe_passes(
             workload, hardware, precision, batch_size=batch_size, share=share, implementation=implementation
         )
-        ahead, back = time_pass(before), time_pass(after)
+        forward_pass, backward_pass = time_pass(forward_work), time_pass(backward_work)
+        longer = forward_pass if forward_pass.seconds >= backward_pass.seconds else backward_pass
         return ComputeEstimate(
-            forward_s=ahead.seconds,
-            backward_s=back.seconds,
+            forward_s=forward_pass.seconds,
+            backward_s=backward_pass.seconds,
             optimizer_s=optimizer_s,
-            launch_bound=ahead.launch_bound if ahead.seconds >= back.seconds else back.launch_bound,
-            recompute_s=again * ahead.seconds,
+            launch_bound=longer.launch_bound,
+            recompute_s=recomputed * forward_pass.seconds,
         )
     samples = batch_size * share.work
-    # F (1 - a) + F a slowdown
+    # F (1 - a) + F a slowdown, over F, with the share a of attention
     slowed = 1.0 + workload.attention_flops_share * (device.attention_slowdown - 1.0)
     activations = samples * scale_activation_bytes(workload, precision)
-    # fp8 and nvfp4 keep their copies of the weights in the compute format too.
+    # fp8 and nvfp4 keep copies of the weights in the compute format too.
     weights = FORMAT_BYTES[precision.compute] / FORMAT_BYTES["fp32"] * share.parameters
     down, up = cast_bytes(workload.params, precision)
     casts = workload.parameter_tensors if precision.is_mixed else 0
@@ -306,20 +312,20 @@ def estimate_compute(
         + up * share.cast * trainable,
         (workload.backward_ops + casts) * share.layers,
     )
-    again = _recomputed_share(workload, implementation)
+    recomputed = _recomputed_share(workload, implementation)
     return ComputeEstimate(
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=optimizer_s,
         launch_bound=forward_waits if forward_s >= backward_s else backward_waits,
-        recompute_s=device.time_phase(*(again * part for part in forward))[0] if again else 0.0,
+        recompute_s=device.time_phase(*(recomputed * part for part in forward))[0] if recomputed else 0.0,
     )
 
 
 def time_host_copy(workload: WorkloadFeatures, *, samples: int) -> float:
-    """Seconds to copy the inputs of ``samples`` samples to the device; zero where their size cannot be told.
+    """Seconds to copy the inputs of ``samples`` samples to the device; zero where their size is unknown.
 
-    A token is an int64; an input named by a number alone is an image of so many pixels a side, in three fp32 channels.
+    A token is an int64; an input named by a number alone is a square image of that width in three fp32 channels.
     """
     if workload.sequence_length:
         sample_bytes = 8 * workload.sequence_length
