@@ -1,4 +1,4 @@
-"""Catalogue files: every figure has a source, every spelling one device, and what does not fit is named."""
+"""Catalogue files: every figure has a source and every spelling one device; errors name the field."""
 
 import pytest
 
@@ -26,8 +26,8 @@ launch_overhead_s = {{ value = 6e-6, source = "mine" }}
 SOURCES = '[sources]\nmine = "measured by me"\n'
 
 
-def write_entry(name="Card", aliases="[]", more=""):
-    return ENTRY.format(name=name, aliases=aliases) + more
+def write_entry(name="Card", aliases="[]", extra=""):
+    return ENTRY.format(name=name, aliases=aliases) + extra
 
 
 def parse(text):
@@ -35,10 +35,10 @@ def parse(text):
 
 
 def test_an_entry_gives_plain_values():
-    more = (
+    extra = (
         'sm_count = { value = 46, source = "mine" }\nachieved_flops_per_s.fp32 = { value = 18e12, source = "me too" }\n'
     )
-    catalogue = parse(SOURCES + write_entry(aliases='["the card"]', more=more))
+    catalogue = parse(SOURCES + write_entry(aliases='["the card"]', extra=extra))
     values = catalogue.entries["Card"]
     assert (values["name"], values["chip"], values["sm_count"]) == ("Card", "GA102", 46)
     assert values["achieved_flops_per_s"] == {"fp32": 18e12}
@@ -66,7 +66,7 @@ def test_two_devices_cannot_share_a_spelling():
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("extra", "message"),
     [
         ("sm_count = 46", "sm_count of hardware 'Card' has no source"),
         ('power_w = { value = 300, source = " " }', "source of power_w"),
@@ -74,18 +74,18 @@ def test_two_devices_cannot_share_a_spelling():
         ("achieved_flops_per_s.fp32 = 18e12", r"achieved_flops_per_s.fp32 of hardware 'Card' has no source"),
     ],
 )
-def test_an_optional_figure_needs_a_source_too(more, told):
-    with pytest.raises(InputError, match=told):
-        parse(SOURCES + write_entry(more=more))
+def test_an_optional_figure_needs_a_source_too(extra, message):
+    with pytest.raises(InputError, match=message):
+        parse(SOURCES + write_entry(extra=extra))
 
 
 def test_an_unknown_field_is_answered_with_the_nearest_ones():
     with pytest.raises(UnknownNameError, match=r"'sm_counts'.*sm_count"):
-        parse(SOURCES + write_entry(more='sm_counts = { value = 46, source = "mine" }'))
+        parse(SOURCES + write_entry(extra='sm_counts = { value = 46, source = "mine" }'))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (write_entry(aliases='"card"'), "aliases of hardware 'Card' are not usable"),
         (write_entry(aliases="[1]"), "aliases of hardware 'Card' are not usable"),
@@ -95,6 +95,6 @@ def test_an_unknown_field_is_answered_with_the_nearest_ones():
         ("[hardware", "a test cannot be read"),
     ],
 )
-def test_a_text_that_is_no_catalogue_is_refused_by_name(text, told):
-    with pytest.raises(InputError, match=told):
+def test_a_text_that_is_no_catalogue_is_refused(text, message):
+    with pytest.raises(InputError, match=message):
         parse(text)
