@@ -131,7 +131,7 @@ def test_no_collective_is_faster_with_more_bytes_or_more_nodes(kind, gpu, networ
 
     small, large = sorted(sizes)
     assert 0 < time_s(small, nodes) <= time_s(large, nodes) * (1 + 1e-12)
-    # Racks that share NVLink fill up: a node more may reach a new rack, and with it a network.
+    # A node more may start a second rack, and then the network between racks counts.
     if hardware.nvlink_domain is None:
         assert time_s(large, nodes) <= time_s(large, nodes + 1) * (1 + 1e-12)
 
@@ -240,7 +240,7 @@ def test_a_second_node_costs_time_on_25_gbit_and_saves_it_on_400_gbit():
         return compute_s + overlap.exposed_communication_s
 
     one_node_s = step_s(1, "25 Gbit/s")
-    # The gradients of the embeddings, a fifth of all, are the last to be ready, and their transfer is seen.
+    # The gradients of the embeddings, a fifth of all, are the last to be ready, so their transfer is exposed.
     assert one_node_s == pytest.approx(0.2, rel=0.03)
     # Two nodes need half the steps for the same samples.
     assert step_s(2, "25 Gbit/s") / 2 > one_node_s

@@ -160,8 +160,8 @@ def test_context_and_expert_ranks_send_keys_and_tokens():
 
 
 def test_replicas_that_lie_a_tensor_group_apart_share_the_network():
-    # 8 replicas, one rank of each a node: eight groups at once have an eighth of the network each, for an eighth of
-    # the parameters; whole nodes of replicas sum all of them over the whole network.
+    # Each group has one rank on each of 8 nodes: the eight groups of a node have an eighth of its network each, for an
+    # eighth of the parameters.
     apart = communicate(SMALL, Parallelism(data=8, tensor=8, sharding="optimizer"), nodes=8, compute=INSTANT)
     shared = dataclasses.replace(A100, network_bytes_per_s=A100.network_bytes_per_s / 8)
     buckets = -(-SMALL.params // 8 // 40_000_000)

@@ -29,7 +29,7 @@ def test_unknown_sizes_follow_from_the_parameters():
     body = 12 * 24 * 2048**2
     by_layers = size_transformer(dataclasses.replace(NAMELESS, params=body, layers=24))
     assert by_layers.hidden == pytest.approx(2048)
-    # A mixture of experts is as wide as its parameters at work say.
+    # The width of a mixture of experts follows from its active parameters.
     mixture = size_transformer(dataclasses.replace(NAMELESS, params=10**12, active_params=body, layers=24))
     assert mixture.hidden == pytest.approx(2048)
 

@@ -106,10 +106,10 @@ def test_shares_are_of_weights_of_operations_and_of_products_outside_attention()
         ("tf32", "fp32", 1.0),
         ("amp_fp16", "amp", 1.0),
         ("amp_bf16", "amp", 1.0),
-        # what is stored in 16 bits does what fp32 does on half of the bytes
+        # policies stored in 16 bits run the operations of fp32 on half of the bytes
         ("fp16", "fp32", 0.5),
         ("bf16", "fp32", 0.5),
-        # and 8-bit recipes keep all but the products in 16 bits
+        # 8-bit recipes keep all but the products in 16 bits
         ("fp8", "fp32", 0.5),
         ("nvfp4", "fp32", 0.5),
     ],
@@ -140,7 +140,7 @@ def test_attention_keeps_the_format_and_the_unit_of_the_activations_under_fp8() 
     assert eighth.products[dense] == pytest.approx(half.products[dense] / 2)
     assert eighth.products[attention] == half.products[attention]
     assert (eighth.unit, eighth.attention_unit) == ("eighth", "half")
-    # so whatever 8-bit units lose, attention does not
+    # so the slow-down of 8-bit units does not apply to attention
     slowed = time_pass(eighth, ONES | {"eighth": 1.5}).seconds
     assert slowed < 1.5 * time_pass(eighth, ONES).seconds
     assert time_pass(dataclasses.replace(eighth, products=half.products, unit="half"), ONES) == time_pass(half, ONES)
@@ -221,7 +221,7 @@ def test_a_narrower_unit_has_its_slow_down_but_never_takes_longer_than_fp32_woul
 
 
 def test_a_device_without_a_faster_unit_computes_as_it_does_in_fp32() -> None:
-    # rates below one tell how much nearer tensor cores come to their peak; a P100 has none
+    # a slow-down below one means that tensor cores come nearer to their peak; a P100 has no tensor cores
     flat = make_device(peak_flops_per_s=dict.fromkeys(("fp32", "fp16"), 1e12))
     work = nominal("fp16", device=flat)
     assert (work.unit, work.attention_unit) == (None, None)
