@@ -1,9 +1,9 @@
-"""Activations: bytes that the passes of a training step keep, by precision, checkpointing and attention kernel."""
+"""Bytes of activations kept for the backward pass, by precision, checkpointing and attention kernel."""
 
 import math
 from typing import NamedTuple
 
-from precision_time.predictor.closed_form.communication import size_transformer
+from precision_time.predictor.closed_form.transformer_sizes import size_transformer
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import FORMAT_BYTES, Precision
@@ -11,26 +11,26 @@ from precision_time.predictor.workloads.workload import WorkloadFeatures
 
 __all__ = ["Kept", "Line", "Passes", "count_in_flight", "keep_activations", "read_passes", "sample_bytes"]
 
-#: Bytes kept for the backward pass, per byte of fp32 activations that products write, and per byte that eager execution
-#: moves where those are not known; convolutions, attention. From the saved tensors of torch 2.13: ResNet-18 and -50
-#: (2.17 and 1.92; 0.30 and 0.26), ViT-B/16, GPT-2 and BERT-base (1.23, 1.40 and 1.88; 0.42, 0.39 and 0.38).
+#: Bytes kept for the backward pass, per byte of fp32 activations that products write, and, where those are not known,
+#: per byte that eager execution moves: with convolutions, and with attention. From the saved tensors of torch 2.13:
+#: ResNet-18 and -50 (2.17 and 1.92; 0.30 and 0.26), ViT-B/16, GPT-2 and BERT-base (1.23, 1.40 and 1.88; 0.42, 0.39 and
+#: 0.38).
 _SAVED_CONVOLUTION = (2.0, 0.28)
 _SAVED_ATTENTION = (1.4, 0.39)
-#: Without batch norm, or with a frozen one as in detectors, what a convolution writes need not be kept beside what the
-#: activation after it writes; set by reasoning.
+#: The same without batch norm, or with a frozen one as in detectors: the output of a convolution need not be kept
+#: beside that of the activation after it. Set by reasoning.
 _SAVED_PLAIN = (1.0, 0.14)
 _PLAIN_KINDS = frozenset({"detection", "speech"})
-#: The same under 16-bit autocast, over fp32, without the weights it casts.
+#: Bytes kept under 16-bit autocast, without the weights that it casts, over those kept in fp32.
 _AUTOCAST_SAVED_CONVOLUTION = 0.53
 _AUTOCAST_SAVED_ATTENTION = 0.75
 
-#: Of the 34 s b h bytes that a layer of a transformer keeps in 16 bit (Korthikanti et al., 2022), those that are inputs
-#: of its products, 2 + 2 + 2 + 8: gradients of weights alone need them, and formats below 16 bit narrow them.
+#: A layer of a transformer keeps 34 s b h bytes in 16 bit (Korthikanti et al., 2022). 2 + 2 + 2 + 8 of the 34 are
+#: inputs of products: only gradients of weights need them, and formats below 16 bit narrow them.
 _PRODUCT_INPUTS = 14 / 34
 
-#: Matrices of a feed-forward block, between the 2 of a plain and the 3 of a gated one.
+#: Matrices of a feed-forward block from which it counts as gated: a plain one has 2 and a gated one 3.
 _GATED = 2.5
-
 
 #: Frameworks whose norms and activations are single kernels by default.
 _FUSED_FRAMEWORKS = frozenset({"megatron", "nemo", "composer", "oneflow"})
@@ -38,7 +38,7 @@ _PLAIN = Implementation()
 
 
 class Line(NamedTuple):
-    """Bytes that ``slope * B + fixed`` says of a batch of B samples."""
+    """Bytes of a batch of B samples: ``slope * B + fixed``."""
 
     slope: float
     fixed: float
@@ -49,11 +49,12 @@ class Line(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What the passes of a whole replica keep: ``saved`` for the backward pass, and at most, gradients included, at the
-    fullest moment of large batches (``peak``) and of small ones (``peak_small``).
+    """Bytes of the passes of a whole replica.
 
-    ``casts`` is what of the fixed parts are weights cast to the compute format, ``gradients`` all gradients, both in
-    bytes; ``scores`` are the elements of the attention scores of a sample. ``how_known`` is ``walk`` or ``card``.
+    ``saved`` are kept for the backward pass. ``peak`` and ``peak_small`` are those at the fullest moment of large and
+    of small batches, gradients included. ``casts`` are the weights cast to the compute format, a part of each
+    ``fixed``; ``gradients`` are all gradients. ``scores`` counts the elements of the attention scores of a sample.
+    ``how_known`` is ``walk`` or ``card``.
     """
 
     saved: Line
@@ -66,7 +67,7 @@ class Passes(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Bytes a sample keeps: in all layers for each micro-step in flight, in one layer at work, and in the head."""
+    """Bytes kept of a sample: in all layers for each micro-step in flight, in one working layer, and in the head."""
 
     layers: float
     working: float
@@ -74,11 +75,11 @@ class Kept(NamedTuple):
 
 
 def read_passes(workload: WorkloadFeatures, precision: Precision, *, implementation: Implementation = _PLAIN) -> Passes:
-    """The passes in the formats of ``precision``, on fused attention, with nothing computed again.
+    """The passes in the formats of ``precision``, with fused attention and without recomputation.
 
-    Pure 16-bit formats keep half of what fp32 keeps. Without a walk the activations follow from a card's sizes. A walk
-    is of eager execution, where norms and activations written out in plain operations keep every step: under fused or
-    compiled kernels a transformer of known sizes keeps no more than its card says.
+    Pure 16-bit formats keep half of the bytes of fp32. Without a walk the activations are estimated from a card's
+    sizes. A walk follows eager execution, which keeps every step of norms and activations written in plain operations;
+    under fused or compiled kernels a transformer of known sizes keeps no more than the estimate from its sizes.
     """
     mixed = precision.is_mixed
     narrow = 1.0 if mixed else FORMAT_BYTES[precision.storage] / FORMAT_BYTES["fp32"]
@@ -115,7 +116,7 @@ def _knows_sizes(workload: WorkloadFeatures) -> bool:
 
 
 def _estimate_saved(workload: WorkloadFeatures, precision: Precision) -> float:
-    """Bytes that a sample keeps, from a card."""
+    """Bytes kept of a sample, estimated from a card."""
     if _knows_sizes(workload):
         return _layer_bytes(workload, precision) + _head_bytes(workload, precision)
     narrow = FORMAT_BYTES[precision.storage] / FORMAT_BYTES["fp32"]
@@ -131,13 +132,13 @@ def _estimate_saved(workload: WorkloadFeatures, precision: Precision) -> float:
 
 
 def _layer_bytes(workload: WorkloadFeatures, precision: Precision) -> float:
-    """Bytes that the layers of a transformer keep for a sample on fused attention, without dropout.
+    """Bytes that the layers of a transformer keep of a sample, with fused attention and without dropout.
 
-    For each token the inputs of both norms (in fp32 under autocast), of the products behind them and of the output
-    projection, queries, keys and values, and in the feed-forward block, for each expert at work, what stands before
-    and after the activation; twice that where the block is gated (three matrices, as its parameters tell).
+    Kept for each token: the inputs of both norms (in fp32 under autocast), of the products behind them and of the
+    output projection; queries, keys and values; and in the feed-forward block, for each active expert, the values
+    before and after the activation, twice as many where the block is gated (three matrices by its parameter count).
 
-    Source: Korthikanti et al. (2022), extended to grouped keys, gates and experts; their 34 s b h holds 2 of dropout.
+    Source: Korthikanti et al. (2022), extended to grouped keys, gates and experts; 2 of their 34 s b h are dropout.
     """
     sizes = size_transformer(workload)
     hidden, experts = sizes.hidden, sizes.active_experts
@@ -145,7 +146,7 @@ def _layer_bytes(workload: WorkloadFeatures, precision: Precision) -> float:
     outside = 2.0 * (workload.vocab or 0) * hidden
     inside = ((workload.active_params or workload.params) - outside) / sizes.layers - 2 * hidden**2
     matrices = (inside - sizes.key_value * hidden) / (hidden * ffn * experts)
-    # An expert has its own copy of the tokens that it works on, and its own output.
+    # Each active expert keeps a copy of its tokens and an output.
     copies = 2.0 * hidden * experts if experts > 1 else 0.0
     narrow = 4.0 * hidden + sizes.key_value + copies + (4.0 if matrices > _GATED else 2.0) * ffn * experts
     width = FORMAT_BYTES[precision.activations]
@@ -154,7 +155,7 @@ def _layer_bytes(workload: WorkloadFeatures, precision: Precision) -> float:
 
 
 def _head_bytes(workload: WorkloadFeatures, precision: Precision) -> float:
-    """Bytes that the scores of the vocabulary keep for a sample: log-probabilities in fp32, and what they came from."""
+    """Bytes that the vocabulary's scores keep of a sample: log-probabilities in fp32 and, under autocast, logits."""
     if not workload.vocab or not workload.sequence_length:
         return 0.0
     width = FORMAT_BYTES["fp32"] + (FORMAT_BYTES[precision.activations] if precision.is_mixed else 0.0)
@@ -164,11 +165,12 @@ def _head_bytes(workload: WorkloadFeatures, precision: Precision) -> float:
 def keep_activations(
     workload: WorkloadFeatures, precision: Precision, *, passes: Passes, implementation: Implementation
 ) -> Kept:
-    """What checkpointing, the attention kernel and frozen weights leave of the activations of a sample.
+    """Bytes kept of a sample with the given checkpointing, attention kernel and share of trained weights.
 
-    Full checkpointing keeps the input of each layer and makes one layer's activations at a time again. Where layers
-    are not known, the network of n products is cut into sqrt(n) segments, one of which is made again. Math attention
-    keeps its probabilities, in fp32 and, under autocast, once more narrow; selective checkpointing makes these again.
+    Full checkpointing keeps the input of each layer and recomputes the activations of one layer at a time. Where the
+    number of layers is unknown, the network of n products is cut into sqrt(n) segments, recomputed one at a time. Math
+    attention keeps its probabilities in fp32 and, under autocast, once more in 16 bit; selective checkpointing
+    recomputes them.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022); Chen et al.,
     "Training Deep Nets with Sublinear Memory Cost" (2016), for sqrt(n).
@@ -199,19 +201,21 @@ def keep_activations(
 
 
 def count_in_flight(parallelism: Parallelism, *, micro_steps: int) -> float:
-    """Micro-steps whose activations the first stage of a pipeline keeps at once under 1F1B; interleaving adds some.
+    """Micro-steps whose activations the first stage of a pipeline keeps at once under 1F1B.
 
-    Source: Korthikanti et al. (2022): p of p stages, and p (1 + (p - 1) / (p m)) with m chunks a rank.
+        n = min(p, micro-steps), or min(p (1 + (p - 1) / (p m)), micro-steps) with m > 1 chunks a rank
+
+    Source: Korthikanti et al. (2022), for p stages.
     """
     stages, chunks = parallelism.pipeline, parallelism.virtual_stages
-    more = 1.0 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
-    return min(stages * more, micro_steps)
+    interleaved = 1.0 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
+    return min(stages * interleaved, micro_steps)
 
 
 def sample_bytes(workload: WorkloadFeatures) -> float:
     """Bytes of a sample in a batch: tokens and labels as int64, an image in three fp32 channels, or a vector of fp32.
 
-    Zero where its size cannot be told.
+    Zero where its size is unknown.
     """
     if workload.sequence_length:
         return 16.0 * workload.sequence_length

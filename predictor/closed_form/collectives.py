@@ -1,7 +1,7 @@
-"""Closed forms of collectives: seconds of each kind inside a node and across nodes, by size, ranks and link.
+"""Seconds of one collective, inside a node and across nodes, by kind, size, ranks and link.
 
-The constants stand in ``predictor/data/links.toml``. They are fits of public nccl-tests curves: ``fit_links`` of
-``predictor/closed_form/fit_links.py`` over ``predictor/data/collectives.parquet``, written by ``format_links``.
+The constants stand in ``predictor/data/links.toml``. ``fit_links`` of ``predictor/closed_form/fit_links.py`` fits them
+on the public nccl-tests curves of ``predictor/data/collectives.parquet``, and ``format_links`` writes them.
 """
 
 import functools
@@ -12,40 +12,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from precision_time.predictor.setup.hardware import LINKS, HardwareSpec
+from precision_time.predictor.setup.hardware import HardwareSpec
+from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.predictor.shipped import shipped_text
 from precision_time.storage.errors import InputError
 
 __all__ = ["COLLECTIVES", "NETWORKS", "CollectiveLaw", "LinkLaw", "Links", "NetworkLaw", "all_reduce_time_s",
            "collective_time_s", "parse_links", "shipped_links", "time_collective"]  # fmt: skip
 
-#: Kinds of collective. Message bytes are those that nccl-tests prints: of the whole result for an all_gather, of the
-#: whole input of one rank for reduce_scatter and all_to_all, of what each rank sends for point_to_point ("sendrecv",
+#: Kinds of collective. Message bytes are those that nccl-tests prints: the whole result of an all_gather, the whole
+#: input of one rank for reduce_scatter and all_to_all, the bytes that each rank sends for point_to_point ("sendrecv",
 #: every rank to its neighbour at the same time).
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point")
 
-#: Kinds of network between nodes. ``common`` is the law the others are shrunk to: nobody says which it is. ``ethernet``
-#: is without RDMA, ``roce`` with it.
+#: Kinds of network between nodes. ``common`` is for an unknown network; the fit shrinks the others towards it.
+#: ``ethernet`` is without RDMA, ``roce`` with it.
 NETWORKS = ("common", "infiniband", "roce", "efa", "slingshot", "ethernet")
 
-#: Bytes per second of one device to its network card, one way, by kind of link inside the node: the PCIe of its time.
-DEVICE_BYTES_PER_S = {
-    "nvlink1-mesh": 15.8e9,
-    "nvlink2-mesh": 15.8e9,
-    "nvlink2-switch": 15.8e9,
-    "nvlink3-switch": 31.5e9,
-    "nvlink4-switch": 63e9,
-    "nvlink5-switch": 63e9,
-    "pcie3": 15.8e9,
-    "pcie4": 31.5e9,
-    "pcie5": 63e9,
-    "shared-memory": math.inf,
-}
-
-#: Transfer time at which half of the change from the small-message protocols to the large-message one has been paid.
+#: Transfer time at which half of the cost of the large-message protocol is paid.
 HANDOVER_AT_S = 8e-6
 
-#: Ranks from which a node has an NVLink switch: nodes of four are wired directly.
+#: Smallest number of GPUs of a node with an NVLink switch: nodes of four are wired directly.
 SWITCHED_RANKS = 5
 
 
@@ -53,12 +40,12 @@ SWITCHED_RANKS = 5
 class LinkLaw:
     """How collectives use one kind of link inside a node.
 
-    ``latency`` is the size-independent time of two ranks over the device's ``all_reduce_latency_s``, which grows with
-    (ranks - 1) to the ``growth``; ``handover_s`` what large messages pay on top; ``efficiency`` the bus bandwidth of
-    eight ranks over the nominal link rate. With fewer ranks it is that times ``shares`` (rank count, share; linear in
-    between) or, without them, an all-reduce has (1 - pair_loss / ranks) over that of eight. ``in_switch`` is the
-    bus bandwidth of an all-reduce that the switch sums (NVLS) over the nominal rate, 0 where none does; ``tree`` the
-    efficiency of a tree over that of a ring.
+    ``latency`` is the size-independent time of two ranks over the device's ``all_reduce_latency_s``; it grows with
+    (ranks - 1) to the power ``growth``. ``handover_s`` is added for large messages. ``efficiency`` is the bus bandwidth
+    of eight ranks over the nominal link rate. For n ranks it is multiplied by ``shares`` (ranks, share; linear in
+    between) or, without them, for an all-reduce by (1 - pair_loss / n) / (1 - pair_loss / 8). ``in_switch`` is the bus
+    bandwidth of an all-reduce that the switch sums (NVLS) over the nominal rate, 0 where no switch does. ``tree`` is
+    the efficiency of a tree over that of a ring.
     """
 
     latency: float
@@ -75,8 +62,9 @@ class LinkLaw:
 class NetworkLaw:
     """How collectives use one kind of network.
 
-    ``latency_s`` is what a step between nodes of eight takes, which grows with the ranks of a node to the ``growth``;
-    ``efficiency`` the share of the nominal rate that is reached, ``handover_s`` what large messages pay on top.
+    ``latency_s`` is the time of a step between nodes of eight ranks; it grows with the ranks of a node to the power
+    ``growth``. ``efficiency`` is the share of the nominal rate that is reached. ``handover_s`` is added for large
+    messages.
     """
 
     latency_s: float
@@ -87,7 +75,7 @@ class NetworkLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveLaw:
-    """One kind of collective beside all_reduce: factors on its latency, link efficiency and network efficiency."""
+    """Factors of one kind of collective on latency, link efficiency and network efficiency; all_reduce has ones."""
 
     latency: float
     efficiency: float
@@ -103,7 +91,7 @@ class Links:
     collectives: Mapping[str, CollectiveLaw]
 
 
-def _share(shares: Sequence[tuple[int, float]], ranks: float) -> float:
+def _interpolate_share(shares: Sequence[tuple[int, float]], ranks: float) -> float:
     if ranks <= shares[0][0]:
         return shares[0][1]
     for (low, at_low), (high, at_high) in itertools.pairwise(shares):
@@ -112,10 +100,10 @@ def _share(shares: Sequence[tuple[int, float]], ranks: float) -> float:
     return shares[-1][1]
 
 
-def _inner_rate(link: LinkLaw, kind: str, ranks: float) -> float:
-    """Share of the nominal link rate that a ring over ``ranks`` devices of a node reaches, before the collective's."""
+def _ring_efficiency(link: LinkLaw, kind: str, ranks: float) -> float:
+    """Share of the nominal link rate that a ring over ``ranks`` devices of a node reaches."""
     if link.shares:
-        return link.efficiency * _share(link.shares, ranks)
+        return link.efficiency * _interpolate_share(link.shares, ranks)
     if kind == "all_reduce" and link.pair_loss:
         return link.efficiency * (1 - link.pair_loss / ranks) / (1 - link.pair_loss / 8)
     return link.efficiency
@@ -124,8 +112,8 @@ def _inner_rate(link: LinkLaw, kind: str, ranks: float) -> float:
 def time_collective(
     links: Links, kind: str, message_bytes: float, ranks: int, nodes: int, hardware: HardwareSpec, network: str
 ) -> float:
-    """``collective_time_s`` with constants of one's own and unchecked arguments (``ranks`` of at least 2): for fits."""
-    link, law = links.links[hardware.link], links.collectives[kind]
+    """``collective_time_s`` with the constants ``links``, for fits; the arguments are not checked (``ranks`` >= 2)."""
+    link, factors = links.links[hardware.link], links.collectives[kind]
     network_bytes_per_s = hardware.network_bytes_per_s
     groups, switched = nodes, hardware.gpus_per_node >= SWITCHED_RANKS
     if hardware.nvlink_domain is not None:
@@ -133,7 +121,7 @@ def time_collective(
         network_bytes_per_s *= nodes / groups
         switched = True
     inside = ranks / groups
-    latency_s = hardware.all_reduce_latency_s * link.latency * law.latency
+    latency_s = hardware.all_reduce_latency_s * link.latency * factors.latency
     reduces = kind == "all_reduce"
     transfer_s = 0.0
     bytes_per_s = math.inf
@@ -142,11 +130,11 @@ def time_collective(
         if kind != "point_to_point":
             latency_s *= math.pow(inside - 1, link.growth)
         nominal = hardware.link_bytes_per_s
-        bytes_per_s = nominal * law.efficiency * _inner_rate(link, kind, inside)
+        bytes_per_s = nominal * factors.efficiency * _ring_efficiency(link, kind, inside)
         in_switch = reduces and switched and inside > 2 and link.in_switch > 0
         if in_switch:
-            # The switch is not faster than a pair is: more ranks never take less time.
-            pair_s = message_bytes / (nominal * _inner_rate(link, kind, 2))
+            # No faster than a pair, so that more ranks never take less time.
+            pair_s = message_bytes / (nominal * _ring_efficiency(link, kind, 2))
             transfer_s = max(pair_s, 2 * (1 - 1 / inside) * message_bytes / (nominal * link.in_switch))
     if groups == 1:
         if not in_switch:
@@ -154,13 +142,13 @@ def time_collective(
             transfer_s = (2 * volume if reduces else volume) * message_bytes / bytes_per_s
         return latency_s + transfer_s + link.handover_s * transfer_s / (transfer_s + HANDOVER_AT_S)
 
-    between = links.networks[network]
-    node_bytes_per_s = between.efficiency * law.network * min(
-        network_bytes_per_s, inside * DEVICE_BYTES_PER_S[hardware.link]
+    network_law = links.networks[network]
+    node_bytes_per_s = network_law.efficiency * factors.network * min(
+        network_bytes_per_s, inside * LINK_KINDS[hardware.link].device_bytes_per_s
     )  # fmt: skip
     slowest_bytes_per_s = min(bytes_per_s, node_bytes_per_s)
     steps = groups - 1.0
-    step_s = between.latency_s * math.pow(inside / 8, between.growth)
+    step_s = network_law.latency_s * math.pow(inside / 8, network_law.growth)
     if reduces:
         steps = math.log2(groups)
         # Each device of a tree inside a node sends all bytes up and all down.
@@ -180,7 +168,7 @@ def time_collective(
         transfer_s = message_bytes / slowest_bytes_per_s
     else:
         transfer_s = (1 - 1 / ranks) * message_bytes / slowest_bytes_per_s
-    handover_s = link.handover_s + between.handover_s
+    handover_s = link.handover_s + network_law.handover_s
     return latency_s + steps * step_s + transfer_s + handover_s * transfer_s / (transfer_s + HANDOVER_AT_S)
 
 
@@ -190,15 +178,18 @@ def collective_time_s(
     """Seconds of one collective of ``message_bytes`` over ``ranks`` devices on ``nodes`` nodes, as many on each.
 
     ``kind`` is one of ``COLLECTIVES`` with the sizes of nccl-tests; ``network`` one of ``NETWORKS``. The time is
-    alpha + x + h x / (x + 8 us), where x is the transfer time of the slowest link on the way, alpha grows with the
-    ranks inside and the steps between nodes, and h is the larger latency of the protocols for large messages. A
-    device may reach its node's network no faster than its PCIe does. An all-reduce over nodes is the faster of a flat
-    ring and of a tree; two nodes of a tree exchange half of what a ring does, so their bus bandwidth may exceed the
-    network's. Nodes that share NVLink (``nvlink_domain``) count as one. Zero for one rank.
+
+        alpha + x + h x / (x + 8 us)
+
+    with x the transfer time of the slowest link on the way, alpha the latency, which grows with the ranks inside and
+    the steps between nodes, and h the extra latency of the protocols for large messages. A device reaches the network
+    no faster than its PCIe. An all-reduce over nodes is the faster of a flat ring and a tree. Two nodes of a tree
+    exchange half of the bytes of a ring, so their bus bandwidth may exceed the network's. Nodes that share NVLink
+    (``nvlink_domain``) count as one. Zero for one rank.
 
     Never decreases with the bytes, nor with the nodes at a fixed number of ranks on each. Inside a node it does not
     decrease with the ranks either, except on the mesh of DGX-1, where each number of GPUs has its own rings. More
-    ranks a node may reach more of its network cards and then take less time.
+    ranks a node may reach more of its network cards and so take less time.
 
     Raises ``InputError`` for an unknown kind or network, ranks that do not divide over the nodes, or unusable bytes.
 
@@ -225,7 +216,11 @@ def all_reduce_time_s(message_bytes: float, *, ranks: int, nodes: int, hardware:
 def _read_law(kind: type[Any], entry: Mapping[str, Any], *, where: str) -> Any:
     known = {field.name for field in fields(kind)}
     if entry.keys() - known:
-        raise InputError(f"{where} is not usable", got=", ".join(sorted(entry.keys() - known)), expected="known fields")
+        raise InputError(
+            f"{where} is not usable",
+            got=", ".join(sorted(entry.keys() - known)),
+            expected=f"fields among {', '.join(sorted(known))}",
+        )
     values = dict(entry)
     if "shares" in values:
         values["shares"] = tuple((int(ranks), float(share)) for ranks, share in values["shares"])
@@ -238,12 +233,12 @@ def _read_law(kind: type[Any], entry: Mapping[str, Any], *, where: str) -> Any:
 def parse_links(text: str) -> Links:
     """Constants from the text of a ``links.toml``.
 
-    Raises ``InputError`` when a link, network or collective lacks its table, or a field is unknown or missing.
+    Raises ``InputError`` when a link, network or collective has no table, or a field is unknown or missing.
     """
     document = tomllib.loads(text)
     laws: dict[str, dict[str, Any]] = {}
     for table, kind, names in (
-        ("link", LinkLaw, LINKS),
+        ("link", LinkLaw, LINK_KINDS),
         ("network", NetworkLaw, NETWORKS),
         ("collective", CollectiveLaw, COLLECTIVES),
     ):

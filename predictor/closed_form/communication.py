@@ -1,4 +1,4 @@
-"""Closed forms of what ranks say to each other under every kind of parallelism."""
+"""Seconds of communication between the ranks of a job under every kind of parallelism."""
 
 import copy
 import math
@@ -6,21 +6,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from precision_time.predictor.closed_form.collectives import collective_time_s
-from precision_time.predictor.closed_form.overlap import estimate_overlap, expose_pieces, time_bubble, weigh_last_stage
-from precision_time.predictor.closed_form.roofline import ComputeEstimate, expert_params
+from precision_time.predictor.closed_form.roofline import ComputeEstimate
+from precision_time.predictor.closed_form.timelines import (
+    estimate_overlap,
+    expose_pieces,
+    time_bubble,
+    weigh_last_stage,
+)
+from precision_time.predictor.closed_form.transformer_sizes import expert_params, size_transformer
 from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import FORMAT_BYTES, Precision
 from precision_time.predictor.workloads.workload import WorkloadFeatures
 
-__all__ = ["CommunicationEstimate", "Group", "TransformerSizes", "count_crossings", "estimate_communication",
-           "place_group", "size_transformer", "time_replication"]  # fmt: skip
+__all__ = [
+    "CommunicationEstimate",
+    "Group",
+    "count_crossings",
+    "estimate_communication",
+    "place_group",
+    "time_replication",
+]
 
-#: Shares of the time in flight that are not hidden behind compute. A tensor-parallel layer needs the sum before it
-#: goes on; the key-value ring overlaps a part of attention; a plain 1F1B schedule waits for its neighbours while an
-#: interleaved one posts its transfers ahead (Narayanan et al., 2021): set by reasoning, not fitted. The share of the
-#: exchange of tokens makes expert groups of one and of several nodes equally far off in the mixtures of experts of
+#: Shares of the time in flight that compute does not hide. A tensor-parallel layer waits for its sum; the ring of keys
+#: and values overlaps a part of attention; a plain 1F1B schedule waits for its neighbours, while an interleaved one
+#: posts its transfers ahead (Narayanan et al., 2021): set by reasoning, not fitted. With the share of the exchange of
+#: tokens, expert groups of one and of several nodes have equal errors on the mixtures of experts of
 #: NVIDIA-NeMo/Megatron-Bridge.
 TENSOR_EXPOSED_SHARE = 1.0
 CONTEXT_EXPOSED_SHARE = 0.5
@@ -33,40 +45,28 @@ INTERLEAVED_EXPOSED_SHARE = 0.2
 MEGATRON_BUCKET_PARAMS = 40_000_000
 MEGATRON_BUCKET_PARAMS_PER_RANK = 1_000_000
 
-#: Width of an attention head that is taken where a transformer's sizes are not known, as in GPT-3 and Llama.
-HEAD_WIDTH = 128
-
-#: Seconds the interpreter of ``nn.DataParallel`` spends on one parameter tensor for each device: replicas are built and
-#: gradients summed tensor by tensor. Over 13 networks of 32 to 484 tensors on A100 the second device adds 0.14 to
-#: 0.29 ms a tensor (median 0.19) and each further one 0.07 to 0.15 (median 0.10); on other cards as much where the
-#: link is not the limit (ryujaehun/pytorch-gpu-benchmark 3f47a9e).
+#: Seconds of the interpreter of ``nn.DataParallel`` for one parameter tensor and one device: it builds replicas and
+#: sums gradients tensor by tensor. Over 13 networks of 32 to 484 tensors on A100 the second device adds 0.14 to
+#: 0.29 ms a tensor (median 0.19) and each further one 0.07 to 0.15 (median 0.10); other cards agree where the link is
+#: not the limit (ryujaehun/pytorch-gpu-benchmark 3f47a9e).
 REPLICATION_HOST_S = 1e-4
 
 
 class Group(NamedTuple):
-    """Ranks of one communicator: how many, on how many nodes, with which share of a node's network for each group."""
+    """The ranks of one communicator, the nodes that they lie on, and their share of each node's network."""
 
     ranks: int
     nodes: int
     network_share: float
 
 
-class TransformerSizes(NamedTuple):
-    """Layers, width of the residual stream, width of keys plus values, tokens of a sample, experts at work."""
-
-    layers: float
-    hidden: float
-    key_value: float
-    tokens: float
-    active_experts: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationEstimate:
     """Seconds of one optimizer step on one rank.
 
-    ``model_s`` is in flight between tensor, context, expert and pipeline ranks, ``data_s`` between the replicas;
-    ``exposed_s`` is the part of both that compute does not hide. ``bubble_s`` is spent idle by a pipeline rank.
+    ``model_s`` is the time in flight between tensor, context, expert and pipeline ranks, ``data_s`` between the
+    replicas; ``exposed_s`` is the part of both that compute does not hide. ``bubble_s`` is the idle time of a pipeline
+    rank. ``bucket_count`` is the number of messages between the replicas.
     """
 
     model_s: float
@@ -77,9 +77,9 @@ class CommunicationEstimate:
 
 
 def place_group(size: int, *, stride: int, ranks_per_node: int) -> Group:
-    """Where the ``size`` ranks of a group lie that are ``stride`` apart, when nodes hold ``ranks_per_node`` each.
+    """The nodes of a group of ``size`` ranks that are ``stride`` apart, when each node holds ``ranks_per_node``.
 
-    The other groups of the same kind on a node talk at the same time, so each has its members' share of the node's
+    The groups of one kind that share a node send at the same time, so each has its members' share of the node's
     network. Ranks are rounded up to the same number on each node.
     """
     inside = max(1, min(size, ranks_per_node // stride))
@@ -88,35 +88,9 @@ def place_group(size: int, *, stride: int, ranks_per_node: int) -> Group:
     return Group(inside * nodes, nodes, min(1.0, inside / ranks_per_node) if nodes > 1 else 1.0)
 
 
-def size_transformer(workload: WorkloadFeatures) -> TransformerSizes:
-    """Sizes of a transformer, estimated where the card does not name them.
-
-    A decoder layer has about 12 H^2 parameters (4 in attention, 8 in the feed-forward block) and models have about
-    H / 128 layers, so P = 12 L H^2 gives H = (128 P / 12)^(1/3); with L known H = (P / 12 L)^(1/2). A token costs
-    2 P FLOPs, so a sample has F / 2P tokens. For other networks these are widths of the same order, no more.
-
-    Source: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), for 12 L H^2 and 2 P.
-    """
-    params = workload.active_params or workload.params
-    if workload.hidden_size:
-        hidden = float(workload.hidden_size)
-    elif workload.layers:
-        hidden = math.sqrt(params / (12 * workload.layers))
-    else:
-        hidden = (HEAD_WIDTH * params / 12) ** (1 / 3)
-    heads = workload.heads or 1
-    return TransformerSizes(
-        layers=workload.layers or max(1.0, params / (12 * hidden * hidden)),
-        hidden=hidden,
-        key_value=2 * hidden * (workload.kv_heads or heads) / heads,
-        tokens=workload.sequence_length or max(1.0, workload.forward_flops_per_sample / (2 * params)),
-        active_experts=workload.active_experts or 1,
-    )
-
-
 def _narrow(hardware: HardwareSpec, **changes: float | None) -> HardwareSpec:
-    """``hardware`` with fields changed that stay in their range."""
-    # dataclasses.replace would check every field again, at the cost of all other closed forms together.
+    """``hardware`` with ``changes`` that need no check."""
+    # dataclasses.replace would check every field again, which takes as long as all other closed forms together.
     changed = copy.copy(hardware)
     for name, value in changes.items():
         object.__setattr__(changed, name, value)
@@ -124,9 +98,9 @@ def _narrow(hardware: HardwareSpec, **changes: float | None) -> HardwareSpec:
 
 
 def _join_domains(hardware: HardwareSpec, *, world: int, nodes: int) -> tuple[HardwareSpec, int]:
-    """The hardware and number of nodes where all nodes that share NVLink count as one.
+    """The hardware and the number of nodes, with all nodes that share NVLink counted as one.
 
-    A group of ranks far apart may cross domains although it would fit one, so this cannot be left to the collective.
+    A group of ranks far apart may cross domains although it would fit into one, so the collective cannot decide this.
     """
     if hardware.nvlink_domain is None:
         return hardware, nodes
@@ -141,7 +115,7 @@ def _join_domains(hardware: HardwareSpec, *, world: int, nodes: int) -> tuple[Ha
 
 
 def _share_network(hardware: HardwareSpec, group: Group) -> HardwareSpec:
-    """The hardware as a group sees it that has only a share of each node's network."""
+    """The hardware with the group's share of each node's network."""
     if group.network_share == 1.0:
         return hardware
     return _narrow(hardware, network_bytes_per_s=hardware.network_bytes_per_s * group.network_share)
@@ -153,17 +127,19 @@ def _time_collective(kind: str, message_bytes: float, group: Group, hardware: Ha
     return collective_time_s(kind, message_bytes, ranks=group.ranks, nodes=group.nodes, hardware=hardware)
 
 
-def count_crossings(chosen: int, *, nodes: int) -> float:
-    """Copies of a token that leave its rank, over those chosen: one a node where experts lie on several nodes.
+def count_crossings(active_experts: int, *, nodes: int) -> float:
+    """Copies of a token that cross nodes, over those that would cross if each expert got a copy of its own.
 
-    Of ``chosen`` experts drawn evenly over N nodes an expected (N - 1) (1 - (1 - 1/N)^k) other nodes hold one or more,
-    where k (1 - 1/N) copies would cross without merging those to one node. One for a single node.
+        crossings = (N - 1) (1 - (1 - 1/N)^k) / (k (1 - 1/N))
+
+    The k ``active_experts`` of a token are drawn evenly over N ``nodes``, and a node gets one copy for all its experts.
+    1 for a single node.
 
     Source: the dispatch of deepseek-ai/DeepEP, which sends a token to each node once.
     """
     if nodes == 1:
         return 1.0
-    return (nodes - 1) * (1 - (1 - 1 / nodes) ** chosen) / (chosen * (1 - 1 / nodes))
+    return (nodes - 1) * (1 - (1 - 1 / nodes) ** active_experts) / (active_experts * (1 - 1 / nodes))
 
 
 def _time_layers(
@@ -178,12 +154,14 @@ def _time_layers(
 ) -> tuple[float, float]:
     """Seconds in flight, and exposed, between the ranks of one replica in one micro-step.
 
-    With b bytes an activation and B S/c H values in a layer's output: tensor ranks sum them twice forward and twice
-    backward, or scatter and gather the same volume (sequence parallelism); context ranks gather keys and values
-    forward, and backward gather them again and scatter their gradients; expert ranks exchange the tokens, once for
-    each expert (or node of such) that works on them, before and after the experts, in both passes. A full
-    recomputation repeats the forward part. Each chunk of a pipeline sends one output forward and its gradient
-    backward, divided over the tensor ranks.
+    A layer's output has B S/c H values of b bytes.
+    - Tensor ranks sum it twice forward and twice backward; scatter and gather (sequence parallelism) move the same.
+    - Context ranks gather keys and values forward; backward they gather them again and scatter their gradients.
+    - Expert ranks exchange the tokens before and after the experts, in both passes, once for each active expert or
+      each node with active experts.
+    - Each chunk of a pipeline sends one output forward and its gradient backward, divided over the tensor ranks.
+
+    A full recomputation repeats the forward part.
     """
     sizes = size_transformer(workload)
     tensor, context, expert = parallelism.tensor, parallelism.context, parallelism.expert
@@ -191,7 +169,7 @@ def _time_layers(
     passes = 3 if recomputes else 2
     row_bytes = batch_size * sizes.tokens * FORMAT_BYTES[precision.activations]
     output_bytes = row_bytes * sizes.hidden / context
-    # kind, bytes, times, ranks, ranks between neighbours, exposed share
+    # kind, bytes, times, ranks, stride between neighbours, exposed share
     calls: list[tuple[str, float, float, int, int, float]] = []
     if tensor > 1:
         calls.append(("all_reduce", output_bytes, layers * passes * 2, tensor, 1, TENSOR_EXPOSED_SHARE))
@@ -200,8 +178,8 @@ def _time_layers(
         calls.append(("all_gather", gathered, layers * (passes + 1), context, tensor, CONTEXT_EXPOSED_SHARE))
     if expert > 1:
         nodes = place_group(expert, stride=1, ranks_per_node=ranks_per_node).nodes
-        chosen = sizes.active_experts
-        sent = output_bytes * chosen * count_crossings(chosen, nodes=nodes) / tensor
+        active = sizes.active_experts
+        sent = output_bytes * active * count_crossings(active, nodes=nodes) / tensor
         calls.append(("all_to_all", sent, layers * passes * 2, expert, 1, EXPERT_EXPOSED_SHARE))
     if parallelism.pipeline > 1:
         chunks = parallelism.virtual_stages
@@ -211,9 +189,9 @@ def _time_layers(
     in_flight = exposed = 0.0
     for kind, message_bytes, times, ranks, stride, share in calls:
         group = place_group(ranks, stride=stride, ranks_per_node=ranks_per_node)
-        spent = times * _time_collective(kind, message_bytes, group, _share_network(hardware, group))
-        in_flight += spent
-        exposed += share * spent
+        seconds = times * _time_collective(kind, message_bytes, group, _share_network(hardware, group))
+        in_flight += seconds
+        exposed += share * seconds
     return in_flight, exposed
 
 
@@ -231,32 +209,36 @@ def _time_replicas(
 ) -> tuple[float, float, int]:
     """Seconds in flight, and exposed, between replicas in one step, and the number of pieces.
 
-    Without sharding the last backward pass hides the all-reduce of the gradients. Sharded optimizers scatter the
-    gradients (each micro-step when these are sharded too) behind the backward pass and gather the updated
-    parameters behind the next forward pass. Sharded parameters are gathered for the forward and for the backward
-    pass of each micro-step, ahead of their layer. Gradients travel in the policy's wire format (fp32 for autocast
-    and fp8, as Megatron-LM and FSDP sum them by default), parameters in the compute format, no narrower than one
-    byte. Experts have fewer replicas than the rest, on ranks an expert group apart.
+    - Without sharding the last backward pass hides the all-reduce of the gradients.
+    - Sharded optimizers scatter the gradients behind the backward pass (each micro-step where gradients are sharded
+      too) and gather the updated parameters behind the next forward pass.
+    - Sharded parameters are gathered for the forward and for the backward pass of each micro-step, ahead of their
+      layer.
+
+    Gradients are sent in the policy's wire format (fp32 for autocast and fp8, as Megatron-LM and FSDP sum them by
+    default), parameters in the compute format, at least one byte each. Experts have fewer replicas than the other
+    parameters, on ranks an expert group apart.
 
     Source: Rajbhandari et al., "ZeRO" (2020); Zhao et al., "PyTorch FSDP" (2023).
     """
     tensor, pipeline, expert = parallelism.tensor, parallelism.pipeline, parallelism.expert
     replicas = parallelism.data * parallelism.context
-    inside = expert_params(workload) if expert > 1 else 0.0
-    parts = [((workload.params - inside) / (tensor * pipeline), replicas, tensor)]
-    if inside:
-        over = max(expert, tensor)
-        parts.append((inside / (over * pipeline), max(1, replicas * tensor // over), over))
+    in_experts = expert_params(workload) if expert > 1 else 0.0
+    # parameters, ranks, stride between neighbours
+    parts = [((workload.params - in_experts) / (tensor * pipeline), replicas, tensor)]
+    if in_experts:
+        split = max(expert, tensor)
+        parts.append((in_experts / (split * pipeline), max(1, replicas * tensor // split), split))
     wire, gathered = FORMAT_BYTES[precision.communicate], max(1.0, FORMAT_BYTES[precision.compute])
-    sharding = parallelism.sharding
-    reduce_kind = "all_reduce" if sharding == "none" else "reduce_scatter"
+    divides = parallelism.divides
+    reduce_kind = "reduce_scatter" if divides.optimizer else "all_reduce"
     reduce_s = gather_s = 0.0
     pieces = 0
     for params, ranks, stride in parts:
         if ranks == 1:
             continue
         group = place_group(ranks, stride=stride, ranks_per_node=ranks_per_node)
-        if sharding == "parameters":
+        if divides.parameters:
             count = max(1, round(size_transformer(workload).layers / pipeline))
         else:
             bucket = max(MEGATRON_BUCKET_PARAMS, MEGATRON_BUCKET_PARAMS_PER_RANK * ranks)
@@ -264,27 +246,30 @@ def _time_replicas(
         piece = params / count
         shared = _share_network(hardware, group)
         reduce_s += count * _time_collective(reduce_kind, piece * wire * trainable_share, group, shared)
-        if sharding != "none":
-            moved = piece * gathered * (1.0 if sharding == "parameters" else trainable_share)
-            gather_s += count * _time_collective("all_gather", moved, group, shared)
+        if divides.optimizer:
+            message_bytes = piece * gathered * (1.0 if divides.parameters else trainable_share)
+            gather_s += count * _time_collective("all_gather", message_bytes, group, shared)
         pieces += count
     if not pieces:
         return 0.0, 0.0, 0
-    if sharding == "parameters":
+    if divides.parameters:
         forward = expose_pieces(gather_s, hidden_by_s=forward_s, pieces=pieces)
         backward = expose_pieces(gather_s + reduce_s, hidden_by_s=backward_s, pieces=pieces)
         return micro_steps * (2 * gather_s + reduce_s), micro_steps * (forward + backward), pieces
-    times = micro_steps if sharding == "gradients" else 1
+    times = micro_steps if divides.gradients else 1
     exposed = times * expose_pieces(reduce_s, hidden_by_s=backward_s, pieces=pieces)
     exposed += expose_pieces(gather_s, hidden_by_s=forward_s, pieces=pieces)
     return times * reduce_s + gather_s, exposed, pieces
 
 
 def time_replication(workload: WorkloadFeatures, hardware: HardwareSpec, precision: Precision, *, ranks: int) -> float:
-    """Seconds of one step in which ``nn.DataParallel`` copies the parameters to all devices and sums gradients on one.
+    """Seconds of one step that ``nn.DataParallel`` copies the parameters to all devices and sums gradients on one.
 
-    Both move the parameters in their storage format once, and neither overlaps with compute: the copies precede the
-    forward pass and the sum follows the backward pass. The interpreter handles every tensor of every replica.
+        t = REPLICATION_HOST_S tensors ranks + 2 t_broadcast(parameter bytes)
+
+    Copies and sum each move the parameters once, in their storage format. Neither overlaps with compute: the copies
+    precede the forward pass and the sum follows the backward pass. The interpreter handles every tensor of every
+    replica.
     """
     if ranks == 1:
         return 0.0
@@ -306,21 +291,21 @@ def estimate_communication(
     micro_steps: int,
     nodes: int,
 ) -> CommunicationEstimate:
-    """What the ranks of ``parallelism`` say to each other in one optimizer step of ``micro_steps`` micro-steps.
+    """Communication between the ranks of ``parallelism`` in one optimizer step of ``micro_steps`` micro-steps.
 
-    ``compute`` is what one rank does of one micro-step of ``batch_size`` samples of a replica; what it hides shrinks
-    with the precision while the bytes stay. Ranks lie tensor first, then context, then data, then pipeline, on
-    ``nodes`` nodes. Plain data parallelism follows the bucket timeline of ``estimate_overlap``.
+    ``compute`` holds the seconds of one rank for one micro-step of ``batch_size`` samples of a replica. A narrower
+    precision shortens them, so less is hidden, while the bytes stay. Ranks lie tensor first, then context, then data,
+    then pipeline, on ``nodes`` nodes. Plain data parallelism follows the bucket timeline of ``estimate_overlap``.
 
     Raises ``InputError`` as ``collective_time_s`` does.
     """
     world = parallelism.world_size
     backward_s = compute.recompute_s + compute.backward_s
     if parallelism.single_process:
-        spent = time_replication(workload, hardware, precision, ranks=world)
-        return CommunicationEstimate(model_s=0.0, data_s=spent, exposed_s=spent, bubble_s=0.0, bucket_count=0)
+        seconds = time_replication(workload, hardware, precision, ranks=world)
+        return CommunicationEstimate(model_s=0.0, data_s=seconds, exposed_s=seconds, bubble_s=0.0, bucket_count=0)
     plain = parallelism.data == world and parallelism.expert == 1
-    if plain and parallelism.sharding == "none":
+    if plain and not parallelism.divides.optimizer:
         overlap = estimate_overlap(
             workload,
             hardware,

@@ -1,14 +1,14 @@
-"""The fit of the closed forms of collectives to public curves, and its errors in and out of the sites it saw.
+"""The fit of the closed forms of collectives to public curves, and their errors on such curves.
 
-To rebuild ``predictor/data/links.toml`` after the curves, the forms or the hardware changed:
-``links = fit_links(shipped_collectives())`` and write ``format_links(links)`` to that file.
+After a change of the curves, the forms or the hardware, write ``format_links(fit_links(shipped_collectives()))`` to
+``predictor/data/links.toml``.
 """
 
 import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,50 +26,38 @@ from precision_time.predictor.closed_form.collectives import (
 )
 from precision_time.predictor.closed_form.link_curves import CurvePoint, read_points
 from precision_time.predictor.setup.hardware import known_hardware
+from precision_time.predictor.setup.links import LINK_KINDS, LinkKind
 from precision_time.storage.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["cross_validate_collectives", "evaluate_collectives", "fit_links", "format_links", "score_collectives"]
+__all__ = ["evaluate_collectives", "fit_links", "format_links", "time_point"]
 
 Floats = npt.NDArray[np.float64]
 
+#: Log error at which the loss of a fit turns from squares to absolute values.
+TURNING_ERROR = 0.1
+#: Weight of the curves against the prior.
+DATA_WEIGHT = 0.1
+#: A row weighs the row count of its site to the power of minus this.
+SITE_POWER = 0.5
+MOST_ROUNDS = 12
 
-def _time_point(links: Links, point: CurvePoint) -> float:
+
+def time_point(links: Links, point: CurvePoint) -> float:
+    """Seconds of a measured collective by the closed form with the constants ``links``."""
     return time_collective(
         links, point.kind, point.message_bytes, point.ranks, point.nodes, point.hardware, point.network
     )
 
 
-# The fit. Every constant is exp(sum of its parameters): one of its family plus its own deviation, which the prior
-# draws to zero. Constants without a curve stay at the family's.
-_FAMILIES = {
-    "nvlink1-mesh": "mesh",
-    "nvlink2-mesh": "mesh",
-    "nvlink2-switch": "nvlink",
-    "nvlink3-switch": "nvlink",
-    "nvlink4-switch": "nvlink",
-    "nvlink5-switch": "nvlink",
-    "pcie3": "pcie",
-    "pcie4": "pcie",
-    "pcie5": "pcie",
-}
-#: Bus bandwidth of 2 to 8 V100 of a DGX-1 over that of 8: 22.6, 45.8, 87.6, 37.2, 46.8, 88.8 and 137.5 GB/s
-#: (VIA-Research/vTrain f8dda84, trace/v100). Each number of GPUs finds its own rings in the mesh, hence no order.
-_MESH_SHARES = ((2, 0.164), (3, 0.333), (4, 0.637), (5, 0.271), (6, 0.34), (7, 0.646), (8, 1.0))
-#: gloo over the loopback of one host: the rate of two ranks is the link rate itself, and more ranks share the same
-#: cores (0.64 of it was measured for 4 ranks on 2 cores); a ring of n ranks takes n - 1 times the steps of two.
-_SHARED_MEMORY = LinkLaw(latency=1.0, growth=1.0, efficiency=1.0, handover_s=0.0,
-                         shares=((2, 1.0), (4, 0.64), (8, 0.32), (16, 0.16), (32, 0.08)))  # fmt: skip
-_SWITCH_SUMS = {"nvlink4-switch", "nvlink5-switch"}
-
-
 def _priors() -> dict[str, tuple[float, float]]:
     """Centre and log standard deviation of each parameter.
 
-    The centres are round figures of the order that NCCL's own tuning tables and data sheets suggest; the deviations
-    were chosen on left-out sites, in steps of three.
+    A constant is the product of its family's parameter and its own deviation, whose centre is 1; without a curve it
+    stays at the family's. The centres are round figures of the order of NCCL's tuning tables and data sheets. The
+    standard deviations were chosen on left-out sites, in steps of a factor of three.
     """
     priors = {
         "nvlink.latency": (9e-6, 1.0), "nvlink.efficiency": (0.8, 0.4), "nvlink.handover": (32e-6, 0.7),
@@ -81,47 +69,53 @@ def _priors() -> dict[str, tuple[float, float]]:
         "common.growth": (0.5, 0.5),
         "all_to_all.network": (0.6, 0.3), "point_to_point.network": (0.7, 0.3),
     }  # fmt: skip
-    for link in ("nvlink2-mesh", "nvlink3-switch", "nvlink4-switch", "nvlink5-switch", "pcie3", "pcie4", "pcie5"):
-        wide = 0.3 if link.startswith("pcie") else 0.15
+    for link in dict.fromkeys(kind.curves for kind in LINK_KINDS.values() if kind.curves):
+        wide = 0.3 if LINK_KINDS[link].family == "pcie" else 0.15
         priors |= {f"{link}.latency": (1.0, 0.35), f"{link}.efficiency": (1.0, wide), f"{link}.handover": (1.0, 0.35)}
-    for link in sorted(_SWITCH_SUMS):
-        priors[f"{link}.in_switch"] = (1.0, 0.1)
+    priors |= {f"{kind.name}.in_switch": (1.0, 0.1) for kind in LINK_KINDS.values() if kind.switch_sums}
     for kind in COLLECTIVES[1:]:
         priors |= {f"{kind}.latency": (1.0, 0.25), f"{kind}.efficiency": (1.0, 0.12)}
     for network in NETWORKS[1:]:
-        # Without RDMA hardware of its own a network is slower and differs more.
-        far = network in ("efa", "ethernet")
-        priors |= {f"{network}.latency": (3.0 if far else 1.0, 0.8 if far else 0.4),
-                   f"{network}.efficiency": (0.8 if far else 1.0, 0.3 if far else 0.15),
+        # Networks without RDMA hardware are slower and differ more from each other.
+        slow = network in ("efa", "ethernet")
+        priors |= {f"{network}.latency": (3.0 if slow else 1.0, 0.8 if slow else 0.4),
+                   f"{network}.efficiency": (0.8 if slow else 1.0, 0.3 if slow else 0.15),
                    f"{network}.handover": (1.0, 0.8)}  # fmt: skip
     return priors
 
 
 @functools.cache
 def _nominal_latencies() -> dict[str, float]:
-    """``all_reduce_latency_s`` of the shipped devices by link: latencies are fitted in seconds and kept as shares."""
+    """``all_reduce_latency_s`` by link, the median of the shipped devices.
+
+    Latencies are fitted in seconds and stored as multiples of it.
+    """
     specs = known_hardware().values()
     return {link: statistics.median(spec.all_reduce_latency_s for spec in specs if spec.link == link)
-            for link in _FAMILIES}  # fmt: skip
+            for link, kind in LINK_KINDS.items() if kind.family}  # fmt: skip
+
+
+def _build_link(kind: LinkKind, values: Mapping[str, float]) -> LinkLaw:
+    family = kind.family
+    if family is None:
+        # A ring of n ranks takes n - 1 times the steps of two.
+        return LinkLaw(latency=1.0, growth=1.0, efficiency=1.0, handover_s=0.0, shares=kind.shares)
+    base = "nvlink" if family == "mesh" else family
+    return LinkLaw(
+        latency=values[f"{family}.latency"]
+        * values.get(f"{kind.curves}.latency", 1.0)
+        / _nominal_latencies()[kind.name],
+        growth=values["switch.growth" if kind.switch_sums else f"{base}.growth"],
+        efficiency=values[f"{family}.efficiency"] * values.get(f"{kind.curves}.efficiency", 1.0),
+        handover_s=values[f"{base}.handover"] * values.get(f"{kind.curves}.handover", 1.0),
+        pair_loss=values["pair_loss"] if family == "nvlink" else 0.0,
+        in_switch=values[f"{kind.name}.in_switch"] if kind.switch_sums else 0.0,
+        tree=values["tree"],
+        shares=kind.shares,
+    )
 
 
 def _build(values: Mapping[str, float]) -> Links:
-    nominal_s = _nominal_latencies()
-    links: dict[str, LinkLaw] = {"shared-memory": _SHARED_MEMORY}
-    for link, family in _FAMILIES.items():
-        own = "nvlink2-mesh" if family == "mesh" else link
-        base = "nvlink" if family == "mesh" else family
-        switch = link in _SWITCH_SUMS
-        links[link] = LinkLaw(
-            latency=values[f"{family}.latency"] * values.get(f"{own}.latency", 1.0) / nominal_s[link],
-            growth=values["switch.growth" if switch else f"{base}.growth"],
-            efficiency=values[f"{family}.efficiency"] * values.get(f"{own}.efficiency", 1.0),
-            handover_s=values[f"{base}.handover"] * values.get(f"{own}.handover", 1.0),
-            pair_loss=values["pair_loss"] if family == "nvlink" else 0.0,
-            in_switch=values[f"{link}.in_switch"] if switch else 0.0,
-            tree=values["tree"],
-            shares=_MESH_SHARES if family == "mesh" else (),
-        )
     networks = {
         network: NetworkLaw(
             latency_s=values["common.latency"] * (1.0 if network == "common" else values[f"{network}.latency"]),
@@ -139,14 +133,14 @@ def _build(values: Mapping[str, float]) -> Links:
         )
         for kind in COLLECTIVES
     }
-    return Links(links, networks, collectives)
+    return Links({name: _build_link(kind, values) for name, kind in LINK_KINDS.items()}, networks, collectives)
 
 
 def _touches(name: str, point: CurvePoint) -> bool:
     """Whether the time of ``point`` can depend on the parameter ``name``."""
     subject, _, _ = name.partition(".")
-    family = _FAMILIES.get(point.hardware.link)
-    if subject in _FAMILIES:
+    family = LINK_KINDS[point.hardware.link].family
+    if subject in LINK_KINDS:
         return subject == point.hardware.link
     if subject in COLLECTIVES:
         return subject == point.kind
@@ -159,19 +153,18 @@ def _touches(name: str, point: CurvePoint) -> bool:
     return subject in (family, "switch", "pair_loss")
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """Hyperparameters: log error at which the loss turns from squares to absolute values, weight of the data against
-    the prior, and the power of a site's row count by which each of its rows counts less."""
+def fit_links(frame: "pd.DataFrame") -> Links:
+    """The constants that fit the healthy NVIDIA curves of ``frame`` (columns of ``collectives.parquet``).
 
-    turn: float = 0.1
-    trust: float = 0.1
-    site_power: float = 0.5
-    rounds: int = 12
+    They have the highest posterior, found by Levenberg-Marquardt steps on reweighted log errors (pseudo-Huber loss).
+    A row of a site with many rows counts less. Log errors beyond ``TURNING_ERROR`` count by their size, not its
+    square. Constants with few curves stay near those of their family.
 
-
-def _fit_points(points: Sequence[CurvePoint], fit: _Fit) -> Links:
-    """The constants of highest posterior, by Levenberg-Marquardt steps on reweighted log errors (pseudo-Huber loss)."""
+    Raises ``InputError`` for a frame without a usable row.
+    """
+    points, refused = read_points(frame)
+    if not points:
+        raise InputError("no curve can be fitted", got=f"{refused}", expected="healthy curves of known devices")
     priors = _priors()
     names = list(priors)
     centre = np.log([priors[name][0] for name in names])
@@ -179,8 +172,8 @@ def _fit_points(points: Sequence[CurvePoint], fit: _Fit) -> Links:
     counts: dict[str, int] = {}
     for point in points:
         counts[point.site] = counts.get(point.site, 0) + 1
-    weight = np.array([counts[point.site] ** -fit.site_power for point in points])
-    weight *= fit.trust / fit.turn / weight.mean()
+    weight = np.array([counts[point.site] ** -SITE_POWER for point in points])
+    weight *= DATA_WEIGHT / TURNING_ERROR / weight.mean()
     measured = np.log([point.seconds for point in points])
     touched = [[index for index, point in enumerate(points) if _touches(name, point)] for name in names]
 
@@ -189,23 +182,23 @@ def _fit_points(points: Sequence[CurvePoint], fit: _Fit) -> Links:
 
     def errors_at(theta: Floats) -> Floats:
         links = links_at(theta)
-        return np.log([_time_point(links, point) for point in points]) - measured
+        return np.log([time_point(links, point) for point in points]) - measured
 
     def loss(theta: Floats, error: Floats) -> float:
-        data = 2 * weight * fit.turn**2 * (np.sqrt(1 + (error / fit.turn) ** 2) - 1)
+        data = 2 * weight * TURNING_ERROR**2 * (np.sqrt(1 + (error / TURNING_ERROR) ** 2) - 1)
         return float(data.sum() + (precision * (theta - centre) ** 2).sum())
 
     theta, damping, step = centre.copy(), 1e-2, 1e-4
     error = errors_at(theta)
-    for _ in range(fit.rounds):
+    for _ in range(MOST_ROUNDS):
         slope = np.zeros((len(points), len(names)))
         for column, rows in enumerate(touched):
             moved = theta.copy()
             moved[column] += step
             links = links_at(moved)
             for row in rows:
-                slope[row, column] = (math.log(_time_point(links, points[row])) - measured[row] - error[row]) / step
-        pull = weight / np.sqrt(1 + (error / fit.turn) ** 2)
+                slope[row, column] = (math.log(time_point(links, points[row])) - measured[row] - error[row]) / step
+        pull = weight / np.sqrt(1 + (error / TURNING_ERROR) ** 2)
         normal = slope.T @ (pull[:, None] * slope) + np.diag(precision)
         gradient = slope.T @ (pull * error) + precision * (theta - centre)
         before = loss(theta, error)
@@ -221,18 +214,6 @@ def _fit_points(points: Sequence[CurvePoint], fit: _Fit) -> Links:
         if before - loss(theta, error) < 1e-4 * before:
             break
     return links_at(theta)
-
-
-def fit_links(frame: "pd.DataFrame") -> Links:
-    """The constants that fit the healthy NVIDIA curves of ``frame`` (columns of ``collectives.parquet``).
-
-    A row of a site with many rows counts less, errors are logarithmic and beyond 10 % count by their size, not its
-    square, and constants with few curves are drawn to those of their family. Raises ``InputError`` without a row.
-    """
-    points, refused = read_points(frame)
-    if not points:
-        raise InputError("no curve can be fitted", got=f"{refused}", expected="healthy curves of known devices")
-    return _fit_points(points, _Fit())
 
 
 def format_links(links: Links) -> str:
@@ -256,83 +237,52 @@ def format_links(links: Links) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _band(message_bytes: float) -> str:
-    return "< 1 MiB" if message_bytes < 2**20 else "1-64 MiB" if message_bytes <= 2**26 else "> 64 MiB"
+def _size_band(point: CurvePoint) -> str:
+    size = point.message_bytes
+    return "< 1 MiB" if size < 2**20 else "1-64 MiB" if size <= 2**26 else "> 64 MiB"
 
 
-def _summarise(
-    frame: "pd.DataFrame", points: Sequence[CurvePoint], predicted_s: Sequence[float], *, by: Sequence[str],
-    refused: Mapping[str, int],
-) -> dict[str, Any]:  # fmt: skip
-    errors = [abs(predicted / point.seconds - 1) for predicted, point in zip(predicted_s, points, strict=True)]
-    derived: dict[str, Callable[[CurvePoint], object]] = {
-        "size_band": lambda point: _band(point.message_bytes),
-        "site": lambda point: point.site,
-    }
-
-    def describe(values: Iterable[float]) -> dict[str, float | int | None]:
-        chosen = np.array(list(values))
-        if not chosen.size:
-            return {"n": 0, "median_ape": None, "p90_ape": None}
-        return {"n": chosen.size, "median_ape": float(np.median(chosen)), "p90_ape": float(np.quantile(chosen, 0.9))}
-
-    groups: dict[str, dict[str, Any]] = {}
-    for column in by:
-        if column not in derived and column not in frame.columns:
-            raise InputError("the curves lack a column", got=column, expected=", ".join([*frame.columns, *derived]))
-        values = None if column in derived else frame[column].tolist()
-        members: dict[str, list[float]] = {}
-        for point, error in zip(points, errors, strict=True):
-            value = derived[column](point) if values is None else values[point.row]
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)
-            members.setdefault(str(value), []).append(error)
-        groups[column] = {value: describe(members[value]) for value in sorted(members)}
-    return {"overall": describe(errors), "by": groups, "refused": dict(refused)}
+#: Groups of curves that are no column of their table.
+_DERIVED: dict[str, Callable[[CurvePoint], str]] = {"size_band": _size_band, "site": lambda point: point.site}
 
 
-_BY = ("collective", "gpu", "num_nodes", "size_band")
+def _summarise(errors: Iterable[float]) -> dict[str, float | int | None]:
+    values = np.array(list(errors))
+    if not values.size:
+        return {"n": 0, "median_ape": None, "p90_ape": None}
+    return {"n": values.size, "median_ape": float(np.median(values)), "p90_ape": float(np.quantile(values, 0.9))}
 
 
 def evaluate_collectives(
-    frame: "pd.DataFrame", *, by: Sequence[str] = _BY, links: Links | None = None
+    frame: "pd.DataFrame",
+    *,
+    by: Sequence[str] = ("collective", "gpu", "num_nodes", "size_band"),
+    links: Links | None = None,
 ) -> dict[str, Any]:
     """Errors of the closed forms on the curves of ``frame``, as fractions, overall and by columns.
 
-    ``{"overall": {"n", "median_ape", "p90_ape"}, "by": {column: {value: {...}}}, "refused": {reason: rows}}``.
-    ``by`` may name columns of the frame, ``size_band`` and ``site``. Rows that cannot be predicted (AMD, an unknown
-    device or collective, an unusable number) or were reported as slow are counted by reason. ``links`` goes before
-    the shipped constants. Raises ``InputError`` for a column that does not exist.
+    ``by`` names columns of the frame, ``size_band`` or ``site``; ``links`` replaces the shipped constants. Rows that
+    cannot be predicted (AMD, an unknown device or collective, an unusable number) and rows reported as slow are
+    counted by reason.
+
+    Returns ``{"overall": {"n", "median_ape", "p90_ape"}, "by": {column: {value: {...}}}, "refused": {reason: rows}}``.
+    Raises ``InputError`` for a column that does not exist.
     """
     points, refused = read_points(frame)
     constants = links or shipped_links()
-    return _summarise(frame, points, [_time_point(constants, point) for point in points], by=by, refused=refused)
-
-
-def cross_validate_collectives(frame: "pd.DataFrame", *, by: Sequence[str] = _BY) -> dict[str, Any]:
-    """The same errors when the curves of each site are predicted from those of all others (leave one site out).
-
-    The order of the DGX-1 mesh is a constant from the VIA-Research curves, so V100 rows of that site are not wholly
-    unseen; and the form and the priors were chosen with all curves in view.
-
-    Raises ``InputError`` for fewer than two sites or a column that does not exist.
-    """
-    points, refused = read_points(frame)
-    sites = sorted({point.site for point in points})
-    if len(sites) < 2:
-        raise InputError("too few sites to hold one out", got=", ".join(sites), expected="curves of two sites or more")
-    predicted_s = [0.0] * len(points)
-    for site in sites:
-        links = _fit_points([point for point in points if point.site != site], _Fit())
-        for index, point in enumerate(points):
-            if point.site == site:
-                predicted_s[index] = _time_point(links, point)
-    return _summarise(frame, points, predicted_s, by=by, refused=refused)
-
-
-def score_collectives(frame: "pd.DataFrame", *, by: Sequence[str] = _BY) -> dict[str, dict[str, Any]]:
-    """Errors of a fit on all rows of ``frame`` (``in_sample``) and of fits without the row's site (``left_out``)."""
-    return {
-        "in_sample": evaluate_collectives(frame, by=by, links=fit_links(frame)),
-        "left_out": cross_validate_collectives(frame, by=by),
-    }
+    errors = [abs(time_point(constants, point) / point.seconds - 1) for point in points]
+    groups: dict[str, dict[str, Any]] = {}
+    for column in by:
+        if column in _DERIVED:
+            values: list[Any] = [_DERIVED[column](point) for point in points]
+        elif column in frame.columns:
+            cells = frame[column].tolist()
+            values = [cells[point.row] for point in points]
+        else:
+            raise InputError("the curves lack a column", got=column, expected=", ".join([*frame.columns, *_DERIVED]))
+        members: dict[str, list[float]] = {}
+        for value, error in zip(values, errors, strict=True):
+            whole = isinstance(value, float) and value.is_integer()
+            members.setdefault(str(int(value) if whole else value), []).append(error)
+        groups[column] = {value: _summarise(members[value]) for value in sorted(members)}
+    return {"overall": _summarise(errors), "by": groups, "refused": dict(refused)}

@@ -1,4 +1,4 @@
-"""Rows of public collective curves: the hardware, network and site that each describes, or why it cannot be used."""
+"""Rows of public collective curves: the hardware, network and site of each, or the reason why it cannot be used."""
 
 import math
 import numbers
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precision_time.predictor.closed_form.collectives import COLLECTIVES
 from precision_time.predictor.setup.hardware import HardwareSpec, find_hardware
+from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.storage.errors import PrecisionTimeError
 
 if TYPE_CHECKING:
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CurvePoint", "curve_site", "describe_curve_hardware", "describe_curve_network", "read_points"]
 
-#: Names of nccl-tests that differ from ours.
+#: Our names of collectives that nccl-tests names differently.
 _KINDS = {"alltoall": "all_to_all", "sendrecv": "point_to_point"}
 
-#: Who runs the machines, by what source, network or notes say: several repositories measure one operator's machines.
+#: Operators of machines, by words in source, network or notes: several repositories measure one operator's machines.
 _OPERATORS = (
     ("aws", r"\bEFA\b|\baws|KeitaW|cybertronai|\bAWS\b|nccl issue 527"),
     ("google", r"TCPX|GKE|GoogleCloud|/gcp\.md"),
@@ -35,14 +36,13 @@ _NETWORK_WORDS = (
     ("slingshot", r"Slingshot"),
     ("ethernet", r"TCPX\b|Ethernet|TCP\b"),
 )
-_BRIDGE_BYTES_PER_S = {"2": 50e9, "3": 300e9, "4": 300e9}
 #: One port for each GPU where a row names the network without a count: Slingshot-11 of 200 Gb/s, and 400 Gb/s a GPU of
 #: servers with ConnectX-8 (vendor sheets, not re-checked).
 _PORT_PER_GPU = (("Slingshot-11", 25e9), ("ConnectX-8", 50e9))
 
 
 class CurvePoint(NamedTuple):
-    """One measured time: its row number in the table, who measured it, and the arguments of ``collective_time_s``."""
+    """One measured time: its row number in the table, its site, and the arguments of ``collective_time_s``."""
 
     row: int
     site: str
@@ -61,7 +61,7 @@ def _text(row: Mapping[Hashable, Any], column: str) -> str:
 
 
 def _number(row: Mapping[Hashable, Any], column: str) -> float | None:
-    """The cell as a positive finite number; None where it is not one."""
+    """The cell of ``column`` as a positive finite number, else None."""
     value = row.get(column)
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return None
@@ -70,33 +70,39 @@ def _number(row: Mapping[Hashable, Any], column: str) -> float | None:
 
 
 def curve_site(row: Mapping[Hashable, Any]) -> str:
-    """Who ran the machine of a row: the operator where the row tells, else the owner of the source's repository."""
+    """The operator of the machine, where words of the row name one, else the owner of the source's repository.
+
+    Sources with many authors (issues, texts outside a repository) are a site each.
+    """
     source = _text(row, "source")
-    told = " ".join((source, _text(row, "inter_link"), _text(row, "notes")))
+    words = " ".join((source, _text(row, "inter_link"), _text(row, "notes")))
     for operator, pattern in _OPERATORS:
-        if re.search(pattern, told):
+        if re.search(pattern, words):
             return operator
-    shared = "issue" in source or not re.match(r"[\w.-]+/", source)
-    return source if shared else source.split("/")[0]
+    many_authors = "issue" in source or not re.match(r"[\w.-]+/", source)
+    return source if many_authors else source.split("/")[0]
 
 
 def describe_curve_network(row: Mapping[Hashable, Any]) -> str:
-    """The kind of network that the row's ``inter_link`` names, one of ``NETWORKS``; ``common`` where it tells none.
+    """The kind of network that the row's ``inter_link`` names, one of ``NETWORKS``; ``common`` where it names none.
 
     ``ethernet`` where the notes say that RDMA was off.
     """
-    told = _text(row, "inter_link")
     if "NCCL_IB_DISABLE=1" in _text(row, "notes"):
         return "ethernet"
-    return next((network for network, pattern in _NETWORK_WORDS if re.search(pattern, told)), "common")
+    return next(
+        (network for network, pattern in _NETWORK_WORDS if re.search(pattern, _text(row, "inter_link"))), "common"
+    )
 
 
 def describe_curve_hardware(row: Mapping[Hashable, Any]) -> HardwareSpec:
     """The device of a row in the node that the row describes.
 
-    ``gpus_per_node``, a link rate such as ``200 GB/s/dir/GPU`` or an NVLink bridge in ``intra_link``, and a network
-    such as ``8x400 Gb/s per node`` in ``inter_link`` go before the device's usual node; Slingshot-11 without a count
-    is taken as one port of 200 Gb/s per GPU. Raises ``UnknownNameError`` for a GPU that is not known.
+    Figures of the row replace those of the device's usual node: ``gpus_per_node``, a link rate such as
+    ``200 GB/s/dir/GPU`` or an NVLink bridge in ``intra_link``, and a network such as ``8x400 Gb/s per node`` in
+    ``inter_link``. Slingshot-11 without a count is taken as one port of 200 Gb/s per GPU.
+
+    Raises ``UnknownNameError`` for an unknown GPU.
     """
     hardware = find_hardware(_text(row, "gpu"))
     changes: dict[str, Any] = {}
@@ -106,10 +112,12 @@ def describe_curve_hardware(row: Mapping[Hashable, Any]) -> HardwareSpec:
     inside, between = _text(row, "intra_link"), _text(row, "inter_link")
     if rate := re.search(r"(\d+) GB/s/dir/GPU", inside):
         changes["link_bytes_per_s"] = int(rate[1]) * 1e9
-    elif (bridge := re.search(r"NVLink(\d) bridge", inside)) and bridge[1] in _BRIDGE_BYTES_PER_S:
-        changes |= {"link": f"nvlink{bridge[1]}-switch", "link_bytes_per_s": _BRIDGE_BYTES_PER_S[bridge[1]]}
-    if told := re.search(r"(?:(\d+)x)?(\d+) Gb/s", between):
-        changes["network_bytes_per_s"] = int(told[1] or 1) * int(told[2]) * 1e9 / 8
+    elif bridge := re.search(r"NVLink(\d) bridge", inside):
+        kind = LINK_KINDS.get(f"nvlink{bridge[1]}-switch")
+        if kind and kind.bridge_bytes_per_s:
+            changes |= {"link": kind.name, "link_bytes_per_s": kind.bridge_bytes_per_s}
+    if ports := re.search(r"(?:(\d+)x)?(\d+) Gb/s", between):
+        changes["network_bytes_per_s"] = int(ports[1] or 1) * int(ports[2]) * 1e9 / 8
     elif "single" in between:
         changes["network_bytes_per_s"] = hardware.network_bytes_per_s / hardware.gpus_per_node
     else:
@@ -120,7 +128,7 @@ def describe_curve_hardware(row: Mapping[Hashable, Any]) -> HardwareSpec:
 
 
 def _refuse(row: Mapping[Hashable, Any]) -> str:
-    """Why a row cannot be predicted; empty where it can."""
+    """The reason why a row cannot be predicted; empty where it can."""
     gpu = _text(row, "gpu")
     if re.match(r"MI\d|AMD", gpu):
         return "no data of AMD devices"
@@ -139,9 +147,9 @@ def _refuse(row: Mapping[Hashable, Any]) -> str:
 
 
 def read_points(frame: "pd.DataFrame") -> tuple[list[CurvePoint], dict[str, int]]:
-    """The rows of ``frame`` that can be predicted, and how many others there are by reason.
+    """The rows of ``frame`` that can be predicted, and the number of refused rows by reason.
 
-    Left out are AMD devices, rows reported as slow or broken (``healthy`` 0), unknown collectives and devices, and
+    Refused are AMD devices, rows reported as slow or broken (``healthy`` 0), unknown collectives and devices, and
     numbers that are missing, not positive or do not divide.
     """
     points: list[CurvePoint] = []

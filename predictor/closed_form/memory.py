@@ -1,4 +1,4 @@
-"""Device memory of a training step: what lives at its fullest moment, whether that fits, and the largest batch."""
+"""Device memory of a training step: bytes at the fullest moment, whether they fit, and the largest batch."""
 
 import dataclasses
 import math
@@ -13,24 +13,17 @@ from precision_time.predictor.closed_form.activations import (
     read_passes,
     sample_bytes,
 )
-from precision_time.predictor.closed_form.communication import size_transformer
+from precision_time.predictor.closed_form.optimizers import find_optimizer
 from precision_time.predictor.closed_form.roofline import divide_work
+from precision_time.predictor.closed_form.transformer_sizes import size_transformer
 from precision_time.predictor.setup.hardware import supported_precisions
-from precision_time.predictor.setup.parallelism import Sharding
 from precision_time.predictor.setup.precision import FORMAT_BYTES, PRECISIONS
 from precision_time.predictor.setup.training_setup import TrainingSetup
-from precision_time.storage.errors import UnknownNameError
 
-__all__ = ["OPTIMIZER_STATE_BYTES", "MemoryEstimate", "estimate_memory", "explain_memory", "largest_batch"]
+__all__ = ["MemoryEstimate", "estimate_memory", "explain_memory", "largest_batch"]
 
-#: Bytes of optimizer states per parameter, kept in fp32. Adafactor keeps one value a row and one a column of each
-#: matrix (Shazeer & Stern, 2018): 8 bytes a parameter over the width of the matrix, here 400. NovoGrad's second moment
-#: is one number a tensor (Ginsburg et al., 2019), so its first moment is what counts.
-OPTIMIZER_STATE_BYTES = {"sgd": 0.0, "sgd_momentum": 4.0, "rmsprop": 4.0, "adagrad": 4.0, "novograd": 4.0,
-                         "adafactor": 0.02, "adam": 8.0, "adamw": 8.0, "lamb": 8.0}  # fmt: skip
-
-#: What a process takes of a GPU before its first tensor (context, loaded kernels, cuBLAS workspaces, allocator
-#: rounding); recalled, not re-checked. A CPU's allocator has nothing of the kind.
+#: Bytes of a GPU that a process takes before its first tensor (context, loaded kernels, cuBLAS workspaces, allocator
+#: rounding); recalled, not re-checked. A CPU has no such overhead.
 GPU_WORKSPACE_BYTES = 2**29
 
 #: Elements of a gradient bucket of DeepSpeed (``reduce_bucket_size`` of its configuration).
@@ -39,9 +32,9 @@ _DEEPSPEED_BUCKET = 500_000_000
 #: Frameworks that sum gradients in place in buffers of their own, in fp32 (Megatron-LM's distributed data parallel).
 _MEGATRON = frozenset({"megatron", "nemo"})
 
-#: Advice that saves less than this share is not worth a word.
+#: Smallest share of the total that a change must save to be advised.
 _WORTH_SAYING = 0.05
-#: Above this share of the device a step may fail: what other processes, NCCL and fragmentation take is not known.
+#: Above this share of the device a step may fail: other processes, NCCL and fragmentation take an unknown part.
 _NEARLY_FULL = 0.92
 
 
@@ -49,13 +42,13 @@ _NEARLY_FULL = 0.92
 class MemoryEstimate:
     """Bytes on the fullest rank.
 
-    The parts are what each takes at its own largest. They are not all alive at once: gradients appear while
-    activations go, so ``total_bytes``, the most at one moment, lies below their sum, or above it by the temporaries of
-    the backward pass. ``parameters_bytes`` are in the format that the model is kept in; fp32 masters beside 16-bit
-    parameters (sharded optimizers) count as ``optimizer_bytes``, the 16-bit copies of autocast as activations.
-    ``communication_bytes`` are copies of gradients in buckets and gathered parameters. ``largest_batch`` is of one
-    micro-step of one replica; None: not even one sample fits. ``how_known`` is ``walk`` where activations were counted
-    operation by operation and ``card`` where they follow from a few sizes by ratios.
+    Each part is given at its own peak. The peaks are not simultaneous: gradients appear while activations are freed.
+    So ``total_bytes``, the largest at one moment, may lie below the sum, or above it by the temporaries of the backward
+    pass. ``parameters_bytes`` are in the format in which the model is stored. fp32 masters beside 16-bit parameters
+    (sharded optimizers) count as ``optimizer_bytes``, the 16-bit copies of autocast as activations.
+    ``communication_bytes`` are copies of gradients in buckets and gathered parameters. ``largest_batch`` is that of one
+    micro-step of one replica; None where not even one sample fits. ``how_known`` is ``walk`` where activations were
+    counted operation by operation and ``card`` where they are estimated from a few sizes.
     """
 
     parameters_bytes: float
@@ -71,12 +64,12 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds it."""
+        """Whether the device has that much memory."""
         return self.total_bytes <= self.device_bytes
 
 
 class _Rank(NamedTuple):
-    """What one rank holds: parts that do not depend on the batch, and the moments one of which is the fullest."""
+    """Bytes on one rank: parts that do not depend on the batch, and the moments that may be the fullest."""
 
     parameters: float
     gradients: float
@@ -93,7 +86,7 @@ class _Rank(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Bytes per parameter, before they are divided: a trained and a frozen weight, its gradient and its states."""
+    """Bytes per parameter, before any sharding: a trained weight, a frozen one, a gradient, the optimizer's states."""
 
     weight: float
     frozen: float
@@ -101,26 +94,28 @@ class _Stored(NamedTuple):
     states: float
 
 
-def _find_sharding(setup: TrainingSetup) -> Sharding:
-    """What the replicas divide; recipes for Megatron divide the optimizer's states unless they say otherwise."""
-    divides = setup.implementation.framework in _MEGATRON and setup.layout.sharding == "none"
-    return "optimizer" if divides else setup.layout.sharding
+def _assume_sharding(setup: TrainingSetup) -> TrainingSetup:
+    """The setup with a sharded optimizer where its framework is Megatron, whose recipes shard it, and names none."""
+    if setup.implementation.framework not in _MEGATRON or setup.layout.divides.optimizer:
+        return setup
+    return dataclasses.replace(setup, parallelism=dataclasses.replace(setup.layout, sharding="optimizer"))
 
 
 def _store_parameters(setup: TrainingSetup) -> _Stored:
-    """Autocast keeps all in fp32. Sharded optimizers keep 16-bit parameters and gradients and, among their states,
-    fp32 masters; Megatron-LM sums gradients in fp32. Frozen weights are kept in the compute format.
+    """Bytes per parameter by precision and sharding.
+
+    Autocast stores weights, gradients and states in fp32. Sharded optimizers store 16-bit parameters and gradients
+    and, among their states, fp32 masters; Megatron-LM sums gradients in fp32. Frozen weights are stored in the compute
+    format.
 
     Source: Rajbhandari et al., "ZeRO" (2020), 2 + 2 + 12 bytes a parameter for Adam; Megatron-LM, documentation of its
     distributed optimizer, 6 + 12 / d (recalled, not re-checked).
     """
     precision = setup.precision
-    if setup.workload.optimizer not in OPTIMIZER_STATE_BYTES:
-        raise UnknownNameError("optimizer", setup.workload.optimizer, OPTIMIZER_STATE_BYTES)
-    states = OPTIMIZER_STATE_BYTES[setup.workload.optimizer]
+    states = find_optimizer(setup.workload.optimizer).state_bytes
     stored = FORMAT_BYTES[precision.storage]
     frozen = min(stored, FORMAT_BYTES[precision.compute])
-    if precision.is_mixed and _find_sharding(setup) != "none":
+    if precision.is_mixed and setup.layout.divides.optimizer:
         narrow = FORMAT_BYTES[precision.activations]
         summed = stored if setup.implementation.framework in _MEGATRON else narrow
         return _Stored(narrow, frozen, summed, stored + states)
@@ -128,11 +123,11 @@ def _store_parameters(setup: TrainingSetup) -> _Stored:
 
 
 def _communication_bytes(setup: TrainingSetup, *, gradients: float) -> float:
-    """Copies that talking to other ranks needs.
+    """Bytes of the copies that communication needs.
 
-    torch's DistributedDataParallel keeps gradients a second time in its buckets unless ``gradient_as_bucket_view`` is
-    set (documented there; off by default); so does ``nn.DataParallel`` while it sums. ZeRO's buckets are DeepSpeed's
-    by default. Sharded parameters are gathered layer by layer, the next one ahead, with one layer's whole gradient.
+    torch's DistributedDataParallel stores gradients a second time in its buckets unless ``gradient_as_bucket_view`` is
+    set (documented there; off by default); so does ``nn.DataParallel`` while it sums. ZeRO is taken with DeepSpeed's
+    default buckets. Sharded parameters are gathered layer by layer, one layer ahead, beside one layer's whole gradient.
     """
     workload, layout, precision = setup.workload, setup.layout, setup.precision
     replicas = layout.data * layout.context
@@ -140,23 +135,23 @@ def _communication_bytes(setup: TrainingSetup, *, gradients: float) -> float:
         return 0.0
     narrow = FORMAT_BYTES[precision.activations] if precision.is_mixed else FORMAT_BYTES[precision.storage]
     params = workload.params / (layout.tensor * layout.pipeline)
-    if layout.sharding == "parameters":
+    if layout.divides.parameters:
         table = float((workload.vocab or 0) * (workload.hidden_size or 0))
         depth = size_transformer(workload).layers / layout.pipeline
         unit = min(params, max(params / max(1.0, depth), table / layout.tensor))
         return unit * (2 * narrow + FORMAT_BYTES[precision.communicate])
     if setup.implementation.framework in _MEGATRON or layout.tensor * layout.pipeline * layout.context > 1:
         return 0.0
-    if layout.sharding in ("optimizer", "gradients"):
+    if layout.divides.optimizer:
         return min(params, _DEEPSPEED_BUCKET) * narrow
     return gradients if setup.implementation.framework == "pytorch" else 0.0
 
 
 def _step_temporaries(setup: TrainingSetup, *, gradients: float) -> float:
-    """Bytes that the optimizer's step makes beside its states.
+    """Bytes of the optimizer's temporaries.
 
     torch's multi-tensor loops, the default on GPUs, make a list as large as the parameters (documented in
-    ``torch.optim``). On a CPU tensors go one by one: one temporary of the largest, two for Adam's denominator.
+    ``torch.optim``). A CPU updates tensors one by one: one temporary of the largest, two for Adam's denominator.
     """
     if setup.implementation.framework != "pytorch" or not setup.implementation.optimizer_step:
         return 0.0
@@ -165,44 +160,45 @@ def _step_temporaries(setup: TrainingSetup, *, gradients: float) -> float:
         return gradients
     # every second tensor is a bias or a norm
     largest = max(2 * workload.params / workload.parameter_tensors, (workload.vocab or 0) * (workload.hidden_size or 0))
-    copies = 2 if OPTIMIZER_STATE_BYTES[workload.optimizer] > FORMAT_BYTES["fp32"] else 1
+    copies = 2 if find_optimizer(workload.optimizer).state_bytes > FORMAT_BYTES["fp32"] else 1
     return min(gradients, copies * FORMAT_BYTES[setup.precision.storage] * largest)
 
 
 def _describe_rank(setup: TrainingSetup) -> _Rank:
-    workload, layout, sharding = setup.workload, setup.layout, _find_sharding(setup)
+    setup = _assume_sharding(setup)
+    workload, layout, divides = setup.workload, setup.layout, setup.layout.divides
     trainable, steps = setup.implementation.trainable_share, setup.implementation.optimizer_step
-    share = divide_work(workload, dataclasses.replace(layout, sharding=sharding))
+    share = divide_work(workload, layout)
     stored = _store_parameters(setup)
     weight = trainable * stored.weight + (1.0 - trainable) * stored.frozen
-    parameters = workload.params * weight * (share.updated if sharding == "parameters" else share.parameters)
-    divided = sharding in ("gradients", "parameters")
-    gradients = workload.params * stored.gradient * trainable * (share.updated if divided else share.parameters)
+    parameters = workload.params * weight * (share.updated if divides.parameters else share.parameters)
+    gradients = workload.params * stored.gradient * trainable
+    gradients *= share.updated if divides.gradients else share.parameters
     optimizer = workload.params * stored.states * trainable * share.updated if steps else 0.0
     communication = _communication_bytes(setup, gradients=gradients)
 
     passes = read_passes(workload, setup.precision, implementation=setup.implementation)
     kept = keep_activations(workload, setup.precision, passes=passes, implementation=setup.implementation)
-    # Sharded optimizers keep the weights in the compute format already, and so are frozen ones: nothing is cast.
-    cast = passes.casts * (1.0 if sharding != "none" else 1.0 - trainable)
+    # Sharded optimizers store the weights in the compute format, as do frozen weights: no copies of them are cast.
+    cast = passes.casts * (1.0 if divides.optimizer else 1.0 - trainable)
     fixed = (passes.saved.fixed - cast) * share.parameters
     batch = sample_bytes(workload)
     temporaries = max(0.0, passes.peak.slope - passes.saved.slope) * share.work + kept.working * share.work
     in_flight = count_in_flight(layout, micro_steps=setup.gradient_accumulation_steps)
-    # The first stage keeps the most micro-steps, the last one the scores of the vocabulary.
+    # The first stage keeps the most micro-steps, the last stage the scores of the vocabulary.
     whole_head = kept.head * share.work * layout.pipeline
     first = kept.layers * share.work * in_flight + (whole_head if layout.pipeline == 1 else 0.0)
     last = kept.layers * share.work + whole_head
     saved = max(first, last)
     # Gradients summed over micro-steps, and those in standing buffers, live through the forward pass.
-    standing = setup.gradient_accumulation_steps > 1 or sharding != "none"
+    standing = setup.gradient_accumulation_steps > 1 or divides.optimizer
     moments = [Line(saved + temporaries + batch, fixed + (gradients if standing else 0.0))]
     if passes.saved.slope > 0 and passes.gradients > 0:
-        # The fullest moments of the walk, with what of its gradients this rank holds.
+        # The fullest moments of the walk, with this rank's part of its gradients.
         for peak in (passes.peak, passes.peak_small):
-            beside = max(0.0, peak.fixed - passes.saved.fixed) * gradients / passes.gradients
+            living_gradients = max(0.0, peak.fixed - passes.saved.fixed) * gradients / passes.gradients
             slope = peak.slope * saved / passes.saved.slope + kept.working * share.work
-            moments.append(Line(slope + batch, fixed + beside))
+            moments.append(Line(slope + batch, fixed + living_gradients))
     moments.append(Line(batch, gradients + _step_temporaries(setup, gradients=gradients)))
     return _Rank(
         parameters=parameters,
@@ -217,31 +213,31 @@ def _describe_rank(setup: TrainingSetup) -> _Rank:
 
 
 def _device_bytes(setup: TrainingSetup) -> float:
-    """Memory that one rank has: its GPU's, or its share of the host's."""
+    """Memory of one rank: that of its GPU, or its share of the host's."""
     return setup.hardware.memory_bytes / (setup.ranks_per_node if setup.hardware.kind == "cpu" else 1)
 
 
 def _fit_batch(rank: _Rank, device_bytes: float) -> int | None:
-    left = device_bytes - rank.standing
-    most = math.inf
+    free_bytes = device_bytes - rank.standing
+    largest = math.inf
     for moment in rank.moments:
-        if moment.fixed > left:
+        if moment.fixed > free_bytes:
             return None
         if moment.slope > 0:
-            most = min(most, (left - moment.fixed) / moment.slope)
-    return math.floor(most) if 1 <= most < math.inf else None
+            largest = min(largest, (free_bytes - moment.fixed) / moment.slope)
+    return math.floor(largest) if 1 <= largest < math.inf else None
 
 
 def estimate_memory(setup: TrainingSetup) -> MemoryEstimate:
     """Bytes of a training step on the fullest rank, and the largest batch of a micro-step that fits the device.
 
-    Linear in the batch at each of four moments: the begin of the backward pass, the fullest ones of the walk at large
-    and small batches, and the optimizer's step; the fullest counts. Without a walk the activations follow from a
-    card's sizes. Stages hold equal shares; tensor and context ranks divide all activations (sequence parallelism).
-    Left out: fragmentation of the allocator beyond a constant, buffers of NCCL, embedding tables that recommenders
-    divide over ranks.
+    The total is the largest over four moments, each linear in the batch: the begin of the backward pass, the fullest
+    moments of the walk at large and at small batches, and the optimizer's step. Without a walk the activations are
+    estimated from a card's sizes. Stages hold equal shares; tensor and context ranks divide all activations (sequence
+    parallelism). Left out: fragmentation of the allocator beyond a constant, buffers of NCCL, embedding tables that
+    recommenders divide over ranks.
 
-    Raises ``UnknownNameError`` for an optimizer that is not known.
+    Raises ``UnknownNameError`` for an unknown optimizer.
 
     Source: Rajbhandari et al., "ZeRO" (2020); Korthikanti et al. (2022); constants of this file.
     """
@@ -262,8 +258,8 @@ def estimate_memory(setup: TrainingSetup) -> MemoryEstimate:
 
 
 def largest_batch(setup: TrainingSetup) -> int | None:
-    """The largest batch of a micro-step of one replica that fits; None when not even one sample does."""
-    # A full pipeline, whatever the number of micro-steps that is asked about.
+    """The largest batch of a micro-step of one replica that fits; None where not even one sample does."""
+    # Of a full pipeline, also where the setup has fewer micro-steps than stages.
     steps = max(setup.gradient_accumulation_steps, setup.layout.pipeline)
     full = dataclasses.replace(setup, gradient_accumulation_steps=steps)
     return _fit_batch(_describe_rank(full), _device_bytes(setup))
@@ -271,18 +267,18 @@ def largest_batch(setup: TrainingSetup) -> int | None:
 
 def _offer_changes(setup: TrainingSetup) -> Iterator[tuple[str, TrainingSetup]]:
     """Changes of a setup that may take less memory, each with its name, the least intrusive first."""
-    how, layout = setup.implementation, setup.layout
-    if how.flash_attention is False:
-        fused = dataclasses.replace(how, flash_attention=True)
+    code, layout = setup.implementation, setup.layout
+    if code.flash_attention is False:
+        fused = dataclasses.replace(code, flash_attention=True)
         yield "fused attention", dataclasses.replace(setup, implementation=fused)
     if not setup.precision.is_mixed and setup.precision.storage == "fp32":
         narrow = next((name for name in ("amp_bf16", "amp_fp16") if name in supported_precisions(setup.hardware)), None)
         if narrow:
             yield narrow, dataclasses.replace(setup, precision=PRECISIONS[narrow])
-    if how.checkpointing != "full":
-        again = dataclasses.replace(how, checkpointing="full")
-        yield "activation checkpointing", dataclasses.replace(setup, implementation=again)
-    if layout.data > 1 and layout.sharding != "parameters" and not layout.single_process:
+    if code.checkpointing != "full":
+        checkpointed = dataclasses.replace(code, checkpointing="full")
+        yield "activation checkpointing", dataclasses.replace(setup, implementation=checkpointed)
+    if layout.data > 1 and not layout.divides.parameters and not layout.single_process:
         sharded = dataclasses.replace(layout, sharding="parameters")
         yield "sharding (fsdp)", dataclasses.replace(setup, parallelism=sharded)
 
@@ -294,7 +290,7 @@ def _join(words: list[str]) -> str:
 def explain_memory(setup: TrainingSetup, estimate: MemoryEstimate) -> str | None:
     """A warning with numbers where ``estimate`` of ``setup`` exceeds the device, or nearly; None where it fits well.
 
-    It names the largest batch and the changes that take at least 5 % less, each estimated anew.
+    It names the largest batch and the changes that save at least 5 %, each with its own estimate.
     """
     if estimate.total_bytes <= _NEARLY_FULL * estimate.device_bytes:
         return None
@@ -306,13 +302,13 @@ def explain_memory(setup: TrainingSetup, estimate: MemoryEstimate) -> str | None
     batch = "not even a batch of 1 fits" if largest is None else f"the largest batch that fits is {largest}"
     if estimate.fits:
         return f"{needs}, so it may run out of memory: {batch}"
-    enough: list[str] = []
-    less: list[str] = []
+    fitting: list[str] = []
+    helping: list[str] = []
     for name, changed in _offer_changes(setup):
         total = estimate_memory(changed).total_bytes
         if total <= (1.0 - _WORTH_SAYING) * estimate.total_bytes:
-            (enough if total <= estimate.device_bytes else less).append(f"{name} ({total / 1e9:.3g} GB)")
-    advice = f"; {_join(enough)} would fit" if enough else ""
-    if less:
-        advice += f"; {_join(less)} would need less"
+            (fitting if total <= estimate.device_bytes else helping).append(f"{name} ({total / 1e9:.3g} GB)")
+    advice = f"; {_join(fitting)} would fit" if fitting else ""
+    if helping:
+        advice += f"; {_join(helping)} would need less"
     return f"{needs}, so it runs out of memory: {batch}{advice}"

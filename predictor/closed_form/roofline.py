@@ -3,52 +3,43 @@
 import math
 from dataclasses import dataclass
 
+from precision_time.predictor.closed_form.optimizers import find_optimizer
+from precision_time.predictor.closed_form.transformer_sizes import expert_params
 from precision_time.predictor.closed_form.walked_time import NominalWork, describe_nominal, time_pass
 from precision_time.predictor.setup.hardware import HardwareSpec, check_precision
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import FORMAT_BYTES, Precision
 from precision_time.predictor.workloads.workload import WorkloadFeatures
-from precision_time.storage.errors import InputError, UnknownNameError
+from precision_time.storage.errors import InputError
 
 __all__ = ["ComputeEstimate", "RankShare", "cast_bytes", "describe_passes", "divide_work", "estimate_compute",
-           "expert_params", "scale_activation_bytes", "time_host_copy"]  # fmt: skip
+           "scale_activation_bytes", "time_host_copy"]  # fmt: skip
 
 #: Shares of the nominal rates that training reaches. Fitted together on 72 medians of 304 public single-GPU rows of
 #: ResNet-50, BERT-base and ViT-B/16 (lambdal/deeplearning-benchmark, Oneflow-Inc/DLPerf, NVIDIA/DeepLearningExamples,
 #: PaddlePaddle/Perf, huggingface/pytorch-image-models; Pascal to B200, fp32, tf32, fp16): mean error 18 %, median 13 %.
-#: Starting points that the learner refines; they hold for no single model.
+#: Starting points that the trees refine; they are averages and exact for no model.
 GPU_COMPUTE_EFFICIENCY = 0.55
-#: The same for the products inside attention; not fitted apart so far.
+#: The same for the products inside attention; not fitted separately so far.
 GPU_ATTENTION_EFFICIENCY = 0.55
 GPU_MEMORY_EFFICIENCY = 0.40
 
-#: The same for a CPU, whose rates are measured and not nominal ones: fitted on the processor time of forward
-#: plus backward, one thread, for mlp, vit_tiny, bert_mini, gpt2_mini, resnet18 (two batches each) and resnet50, in fp32
-#: and amp_bf16, on an AMD EPYC (Zen 4 or later) with torch 2.13.0: mean error 17 %, median 10 %, the largest at the
-#: smallest batches.
+#: The same for a CPU, whose rates are measured, not nominal. Fitted on the processor time of forward plus backward, one
+#: thread, for mlp, vit_tiny, bert_mini, gpt2_mini, resnet18 (two batches each) and resnet50, in fp32 and amp_bf16, on
+#: an AMD EPYC (Zen 4 or later) with torch 2.13.0: mean error 17 %, median 10 %, the largest at the smallest batches.
 CPU_FP32_EFFICIENCY = 0.75
 CPU_NARROW_EFFICIENCY = 0.55
 CPU_MEMORY_EFFICIENCY = 0.35
 
-#: Bytes of activations that autocast still moves, per byte of fp32 eager execution. Without attention all of it
-#: narrows (walk of ResNet-50: 0.50). Normalisation, softmax and losses stay fp32 and add casts around them: 0.73 to
-#: 0.94 in walks of ViT-B/16, BERT-base, Llama-7B, GPT-2 XL and GPT-2, the middle one here.
+#: Bytes of activations that autocast moves, per byte of fp32 eager execution, in networks with attention. Without
+#: attention all activations narrow (walk of ResNet-50: 0.50). Normalisation, softmax and losses stay fp32 and add
+#: casts: 0.73 to 0.94 in walks of ViT-B/16, BERT-base, Llama-7B, GPT-2 XL and GPT-2; this is the median.
 AUTOCAST_ATTENTION_BYTES = 0.83
-
-#: Bytes an optimizer reads and writes per parameter with fp32 parameters, gradients and states.
-OPTIMIZER_BYTES = {"sgd": 12, "sgd_momentum": 20, "rmsprop": 20, "adagrad": 20, "novograd": 20, "adafactor": 20,
-                   "adam": 28, "adamw": 28, "lamb": 36}  # fmt: skip
-
-#: Elementwise operations per parameter tensor, counted in the loop forms of torch.optim 2.13; LAMB adds two
-#: norms, their ratio and a scaling to Adam.
-OPTIMIZER_OPERATIONS = {"sgd": 1, "sgd_momentum": 3, "rmsprop": 6, "adagrad": 5, "novograd": 8, "adafactor": 12,
-                        "adam": 8, "adamw": 9, "lamb": 12}  # fmt: skip
 
 #: Tensors that one launch of a multi-tensor kernel of torch 2.13 updates on a GPU, with two lists of tensors
 #: (depth_to_max_tensors in ATen/native/cuda/MultiTensorApply.cuh, small kernel arguments).
 TENSORS_PER_LAUNCH = 64
-
 
 #: Bytes per second from pinned host memory to a device: 0.8 of the nominal 15.8 GB/s of PCIe 3 x16; not measured.
 HOST_COPY_BYTES_PER_S = 12.6e9
@@ -59,8 +50,8 @@ class ComputeEstimate:
     """Seconds of one micro-step on one device, without communication.
 
     ``recompute_s`` is the part of the forward pass that the backward pass runs again (activation checkpointing).
-    ``optimizer_s`` includes the traffic of loss scaling. ``launch_bound`` says that the host, which queues the
-    operations, and not the device sets the time of the forward and backward pass.
+    ``optimizer_s`` includes the traffic of loss scaling. ``launch_bound`` is true where the host, which queues the
+    operations, takes longer than the device over the longer of the two passes.
     """
 
     forward_s: float
@@ -77,11 +68,11 @@ class ComputeEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank does of a replica's work, as shares of the whole.
+    """Shares of a replica's work that one rank does.
 
-    ``work`` is of the FLOPs and activation bytes of a micro-step, ``parameters`` of the weights it computes with,
-    ``cast`` of those it casts to the compute format in each pass, ``updated`` of those its optimizer updates,
-    ``layers`` of the operations and parameter tensors.
+    ``work`` is the share of the FLOPs and activation bytes of a micro-step, ``parameters`` that of the weights it
+    computes with, ``cast`` that of the weights it casts to the compute format in each pass, ``updated`` that of the
+    weights its optimizer updates, ``layers`` that of the operations and parameter tensors.
     """
 
     work: float = 1.0
@@ -95,25 +86,16 @@ WHOLE = RankShare()
 _PLAIN = Implementation()
 
 
-def expert_params(workload: WorkloadFeatures) -> float:
-    """Parameters inside the experts of a mixture of experts, zero for a dense model.
-
-    With D parameters outside the experts, X inside them and k of E experts at work on a token, params = D + X and
-    active_params = D + X k / E, so X = (params - active_params) / (1 - k / E).
-    """
-    experts, active = workload.experts, workload.active_experts
-    if workload.active_params is None or not experts or not active or active >= experts:
-        return 0.0
-    return min(workload.params, max(0.0, (workload.params - workload.active_params) / (1 - active / experts)))
-
-
 def divide_work(workload: WorkloadFeatures, parallelism: Parallelism) -> RankShare:
-    """The share of one rank: layers divide over pipeline stages, a layer over tensor ranks, tokens over context ranks.
+    """The shares of one rank: layers divide over pipeline stages, a layer over tensor ranks, tokens over context ranks.
 
-    Assumed: stages of equal work; the activations that tensor ranks could keep whole (norms, residuals) divide too
-    (sequence parallelism); experts divide over the expert ranks alone where there are any (an expert tensor degree
-    of 1), tokens spread evenly over experts; sharding divides what the optimizer updates over all ranks that hold
-    the same stage and tensor part, and a rank with sharded parameters casts only its shard before the gather.
+    Assumptions:
+    - stages have equal work;
+    - tensor ranks also divide the activations that they could keep whole (norms, residuals: sequence parallelism);
+    - experts divide over the expert ranks alone where there are any (an expert tensor degree of 1), and tokens spread
+      evenly over experts;
+    - sharding divides the optimizer's work over all ranks that hold the same stage and tensor part;
+    - a rank with sharded parameters casts only its shard, before the gather.
 
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation Recomputation" (2022);
     Rajbhandari et al., "ZeRO" (2020).
@@ -124,20 +106,19 @@ def divide_work(workload: WorkloadFeatures, parallelism: Parallelism) -> RankSha
         inside = expert_params(workload) / workload.params
         split = max(parallelism.expert, parallelism.tensor)
         parameters = ((1 - inside) / parallelism.tensor + inside / split) / parallelism.pipeline
-    sharded = parallelism.sharding != "none"
-    # Dense parameters divide over data x context ranks and those of experts over fewer: the product is one over all.
-    updated = 1 / parallelism.world_size if sharded else parameters
+    # Dense parameters divide over data x context ranks and those of experts over fewer; both end at 1 / world size.
+    updated = 1 / parallelism.world_size if parallelism.divides.optimizer else parameters
     return RankShare(
         work=1 / (model_ranks * parallelism.context),
         parameters=parameters,
-        cast=updated if parallelism.sharding == "parameters" else parameters,
+        cast=updated if parallelism.divides.parameters else parameters,
         updated=updated,
         layers=1 / parallelism.pipeline,
     )
 
 
 def scale_activation_bytes(workload: WorkloadFeatures, precision: Precision) -> float:
-    """Bytes of activations a policy moves, over those of fp32 eager execution."""
+    """Bytes of activations that a policy moves, over those of fp32 eager execution."""
     narrow = FORMAT_BYTES[precision.activations] / FORMAT_BYTES["fp32"]
     if precision.is_mixed and workload.attention_flops_share > 0:
         return max(narrow, AUTOCAST_ATTENTION_BYTES)
@@ -163,7 +144,7 @@ class _Device:
     bytes_per_s: float
     launch_s: float
     launches_overlap: bool
-    #: seconds of a FLOP inside attention over those of any other
+    #: seconds of a FLOP inside attention over those of any other FLOP
     attention_slowdown: float
 
     def time_phase(self, flops: float, moved_bytes: float, operations: float) -> tuple[float, bool]:
@@ -199,20 +180,19 @@ def _describe_device(hardware: HardwareSpec, precision: Precision) -> _Device:
 def _time_optimizer(
     workload: WorkloadFeatures, precision: Precision, device: _Device, *, share: RankShare, trainable: float
 ) -> float:
-    if workload.optimizer not in OPTIMIZER_BYTES:
-        raise UnknownNameError("optimizer", workload.optimizer, OPTIMIZER_BYTES)
-    state = FORMAT_BYTES[precision.storage] / FORMAT_BYTES["fp32"]
+    optimizer = find_optimizer(workload.optimizer)
+    width = FORMAT_BYTES[precision.storage] / FORMAT_BYTES["fp32"]
     params = workload.params * share.updated * trainable
-    moved = params * OPTIMIZER_BYTES[workload.optimizer] * state
+    moved_bytes = params * optimizer.step_bytes * width
     tensors = math.ceil(workload.parameter_tensors * share.layers)
     # A GPU updates many tensors in one launch (foreach), a CPU one by one.
     groups = -(-tensors // TENSORS_PER_LAUNCH) if device.launches_overlap else tensors
-    operations = groups * OPTIMIZER_OPERATIONS[workload.optimizer]
+    operations = groups * optimizer.step_operations
     if precision.loss_scaling:
         # Unscaling and the search for infinities read and write every fp32 gradient, in one operation per group.
-        moved += 8 * params
+        moved_bytes += 8 * params
         operations += groups
-    return device.time_phase(0.0, moved, operations)[0]
+    return device.time_phase(0.0, moved_bytes, operations)[0]
 
 
 def _recomputed_share(workload: WorkloadFeatures, implementation: Implementation) -> float:
@@ -231,11 +211,12 @@ def describe_passes(
     share: RankShare = WHOLE,
     implementation: Implementation = _PLAIN,
 ) -> tuple[NominalWork, NominalWork, float]:
-    """Nominal work of the forward and the backward pass of a walked network on a GPU, and the share run again.
+    """Nominal work of the forward and the backward pass of a walked network on a GPU, and the share recomputed.
 
-    The walk of a module was made with its frozen parameters, so only those that a setup freezes beside them
-    (``trainable_share`` of a walk in which all are trained) take weight gradients away. Raises ``InputError`` for a
-    network that was never walked.
+    Parameters that were frozen when the module was walked have no weight gradients in the walk, so only further ones
+    that the setup freezes (``trainable_share``) take weight gradients away.
+
+    Raises ``InputError`` for a network that was never walked.
     """
     if workload.walks is None:
         raise InputError(f"{workload.name} was never walked", expected="a network of the zoo, or a module")
@@ -267,22 +248,24 @@ def estimate_compute(
     share: RankShare = WHOLE,
     implementation: Implementation = _PLAIN,
 ) -> ComputeEstimate:
-    """Roofline of one micro-step of ``batch_size`` samples, of which a rank does ``share``, and of its optimizer step.
+    """Seconds of one micro-step of ``batch_size`` samples, of which a rank does ``share``, and of its optimizer step.
 
-    Each pass takes max(F / (eta_c Pi), Q / (eta_m B)) seconds on the device: F its FLOPs (2 per multiply-add), Pi the
-    dense peak (FLOP/s) of the policy's compute format, Q the bytes it moves, B the memory bandwidth (bytes/s). Q is
-    batch x activations, scaled by what the policy narrows, plus the weights in the compute format, plus the casts
-    between both. On a GPU a network that was walked is timed family by family instead (``walked_time``).
+        t = max(F / (eta_c Pi), Q / (eta_m B))
 
-    Launching n operations costs the host n tau seconds; a GPU hides them behind its own work, so a pass
-    takes at least n tau, while on a CPU they add up. Autocast launches one cast per parameter tensor and pass.
+    for each pass on the device, with its FLOPs F (2 per multiply-add), the dense peak Pi (FLOP/s) of the policy's
+    compute format, the bytes Q that it moves, and the memory bandwidth B (bytes/s). Q is the activations of the batch,
+    scaled by the policy's width, plus the weights in the compute format, plus the casts between both. On a GPU the
+    passes of a walked network are timed family by family instead (``walked_time``).
+
+    Launching n operations costs the host n tau seconds. A GPU hides them behind its own work, so a pass takes at least
+    n tau; on a CPU they add up. Autocast launches one cast per parameter tensor and pass.
 
     Checkpointing runs the forward pass (full) or its attention (selective) once more. With a share s < 1 of trainable
     parameters the backward pass leaves out 1 - s of the weight gradients, which are half of its products outside
     attention and half of its traffic with weights; frozen parameters have no optimizer step.
 
-    Raises ``InputError`` for a batch that is not a positive integer, ``PrecisionUnsupportedError`` for a format the
-    device lacks, ``UnknownNameError`` for an optimizer that is not known.
+    Raises ``InputError`` for a batch that is not a positive integer, ``PrecisionUnsupportedError`` for a format that
+    the device lacks, ``UnknownNameError`` for an unknown optimizer.
 
     Source: Williams, Waterman, Patterson, "Roofline" (2009); constants of this file.
     """
@@ -295,22 +278,23 @@ def estimate_compute(
     if implementation.optimizer_step:
         optimizer_s = _time_optimizer(workload, precision, device, share=share, trainable=trainable)
     if workload.walks is not None and hardware.kind == "gpu":
-        before, after, again = describe_passes(
+        forward_work, backward_work, recomputed = describe_passes(
             workload, hardware, precision, batch_size=batch_size, share=share, implementation=implementation
         )
-        ahead, back = time_pass(before), time_pass(after)
+        forward_pass, backward_pass = time_pass(forward_work), time_pass(backward_work)
+        longer = forward_pass if forward_pass.seconds >= backward_pass.seconds else backward_pass
         return ComputeEstimate(
-            forward_s=ahead.seconds,
-            backward_s=back.seconds,
+            forward_s=forward_pass.seconds,
+            backward_s=backward_pass.seconds,
             optimizer_s=optimizer_s,
-            launch_bound=ahead.launch_bound if ahead.seconds >= back.seconds else back.launch_bound,
-            recompute_s=again * ahead.seconds,
+            launch_bound=longer.launch_bound,
+            recompute_s=recomputed * forward_pass.seconds,
         )
     samples = batch_size * share.work
-    # F (1 - a) + F a slowdown
+    # F (1 - a) + F a slowdown, over F, with the share a of attention
     slowed = 1.0 + workload.attention_flops_share * (device.attention_slowdown - 1.0)
     activations = samples * scale_activation_bytes(workload, precision)
-    # fp8 and nvfp4 keep their copies of the weights in the compute format too.
+    # fp8 and nvfp4 keep copies of the weights in the compute format too.
     weights = FORMAT_BYTES[precision.compute] / FORMAT_BYTES["fp32"] * share.parameters
     down, up = cast_bytes(workload.params, precision)
     casts = workload.parameter_tensors if precision.is_mixed else 0
@@ -328,20 +312,20 @@ def estimate_compute(
         + up * share.cast * trainable,
         (workload.backward_ops + casts) * share.layers,
     )
-    again = _recomputed_share(workload, implementation)
+    recomputed = _recomputed_share(workload, implementation)
     return ComputeEstimate(
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=optimizer_s,
         launch_bound=forward_waits if forward_s >= backward_s else backward_waits,
-        recompute_s=device.time_phase(*(again * part for part in forward))[0] if again else 0.0,
+        recompute_s=device.time_phase(*(recomputed * part for part in forward))[0] if recomputed else 0.0,
     )
 
 
 def time_host_copy(workload: WorkloadFeatures, *, samples: int) -> float:
-    """Seconds to copy the inputs of ``samples`` samples to the device; zero where their size cannot be told.
+    """Seconds to copy the inputs of ``samples`` samples to the device; zero where their size is unknown.
 
-    A token is an int64; an input named by a number alone is an image of so many pixels a side, in three fp32 channels.
+    A token is an int64; an input named by a number alone is a square image of that width in three fp32 channels.
     """
     if workload.sequence_length:
         sample_bytes = 8 * workload.sequence_length

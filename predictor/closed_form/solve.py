@@ -1,4 +1,4 @@
-"""The closed form of one setup: roofline of the compute, collectives, and the timelines of both."""
+"""The closed form of one setup: the roofline of compute, the collectives, and the timelines of both."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ __all__ = ["ClosedForm", "solve_closed_form"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedForm:
-    """Times of one optimizer step on one rank by roofline, collective and timelines alone, in seconds.
+    """Times of one optimizer step on one rank, in seconds.
 
-    ``compute_time_s`` is the sum of forward, backward and recomputation over all micro-steps, of the optimizer, the
-    pipeline's bubble and the copy from the host. ``communication_time_s`` is in flight: between the ranks of one
-    replica (``tensor_communication_s``: tensor, context, expert and pipeline) and between replicas
+    ``compute_time_s`` is the sum of forward, backward and recomputation over all micro-steps, the optimizer, the
+    pipeline's bubble and the copy from the host. ``communication_time_s`` is the time in flight between the ranks of
+    one replica (``tensor_communication_s``: tensor, context, expert and pipeline) and between replicas
     (``data_communication_s``). ``iteration_time_s`` is compute plus exposed communication.
     """
 
@@ -42,8 +42,8 @@ class ClosedForm:
         return self.compute_time_s + self.exposed_communication_s
 
 
-def _rank_share(setup: TrainingSetup) -> HardwareSpec:
-    """What one rank has: a whole GPU, or its share of a host's cores and memory bandwidth."""
+def _describe_rank(setup: TrainingSetup) -> HardwareSpec:
+    """The hardware of one rank: a whole GPU, or a share of the host's cores and memory bandwidth."""
     ranks = setup.ranks_per_node
     if setup.hardware.kind != "cpu" or ranks == 1:
         return setup.hardware
@@ -55,11 +55,11 @@ def _rank_share(setup: TrainingSetup) -> HardwareSpec:
 
 
 def solve_closed_form(setup: TrainingSetup) -> ClosedForm:
-    """Roofline of a rank's compute, its collectives, and the timelines that lay one over the other.
+    """Times of one optimizer step: a rank's compute by roofline, its collectives, and what of them compute hides.
 
-    ``batch_size`` is what one data-parallel replica takes in a micro-step; an optimizer step has
-    ``gradient_accumulation_steps`` of them. Without ``parallelism`` every rank is a replica: it communicates once a
-    step, during the last backward pass.
+    ``batch_size`` counts the samples of one data-parallel replica in one of ``gradient_accumulation_steps``
+    micro-steps. Without ``parallelism`` every rank is a replica: it communicates once a step, during the last
+    backward pass.
 
     Raises ``InputError`` when the degrees of ``parallelism`` do not give the world size.
     """
@@ -67,7 +67,7 @@ def solve_closed_form(setup: TrainingSetup) -> ClosedForm:
     if layout.world_size != setup.world_size:
         raise InputError("the degrees of parallelism do not give the world size", got=layout.world_size,
                          expected=str(setup.world_size))  # fmt: skip
-    hardware = _rank_share(setup)
+    hardware = _describe_rank(setup)
     compute = estimate_compute(
         setup.workload,
         hardware,
@@ -77,7 +77,7 @@ def solve_closed_form(setup: TrainingSetup) -> ClosedForm:
         implementation=setup.implementation,
     )
     micro_steps = setup.gradient_accumulation_steps
-    found = estimate_communication(
+    communication = estimate_communication(
         setup.workload,
         hardware,
         setup.precision,
@@ -95,17 +95,17 @@ def solve_closed_form(setup: TrainingSetup) -> ClosedForm:
         host_copy_s = micro_steps * time_host_copy(setup.workload, samples=samples)
     passes_s = micro_steps * (compute.forward_s + compute.recompute_s + compute.backward_s)
     return ClosedForm(
-        compute_time_s=passes_s + compute.optimizer_s + found.bubble_s + host_copy_s,
+        compute_time_s=passes_s + compute.optimizer_s + communication.bubble_s + host_copy_s,
         optimizer_time_s=compute.optimizer_s,
-        communication_time_s=found.model_s + found.data_s,
-        exposed_communication_s=found.exposed_s,
+        communication_time_s=communication.model_s + communication.data_s,
+        exposed_communication_s=communication.exposed_s,
         launch_bound=compute.launch_bound,
-        bucket_count=found.bucket_count,
+        bucket_count=communication.bucket_count,
         forward_time_s=micro_steps * compute.forward_s,
         backward_time_s=micro_steps * compute.backward_s,
         recompute_time_s=micro_steps * compute.recompute_s,
-        pipeline_bubble_s=found.bubble_s,
+        pipeline_bubble_s=communication.bubble_s,
         host_copy_s=host_copy_s,
-        tensor_communication_s=found.model_s,
-        data_communication_s=found.data_s,
+        tensor_communication_s=communication.model_s,
+        data_communication_s=communication.data_s,
     )

@@ -1,4 +1,4 @@
-"""Seconds of a pass on a GPU from a walk: nominal work times slow-downs that were fitted on public measurements."""
+"""Seconds of a pass on a GPU from a walk: nominal work times slow-downs fitted on public measurements."""
 
 import functools
 import math
@@ -33,13 +33,13 @@ TRAFFIC: dict[str, tuple[str, ...]] = {
     "cast_traffic": ("cast",),
     "gather_traffic": ("gather",),
 }
-#: Compute formats that share a slow-down over fp32's.
+#: Compute formats by the unit whose slow-down over fp32's they share.
 UNITS: dict[str, str] = {"tf32": "tf32", "fp16": "half", "bf16": "half", "fp8": "eighth", "nvfp4": "eighth"}
-#: What ``data/rates.toml`` gives: seconds over nominal ones of products by family and unit, traffic and launches.
+#: Keys of ``data/rates.toml``: seconds over nominal seconds of products by family and unit, traffic and launches.
 SLOWDOWNS = (*PRODUCTS, *TRAFFIC, "weight_traffic", "score_traffic", "launch", "tf32", "half", "eighth", "fused")
-#: Groups of traffic that fused kernels and compilers save.
+#: Groups of traffic that fused kernels and compilers reduce.
 FUSIBLE = frozenset({"normalization_traffic", "elementwise_traffic", "cast_traffic"})
-#: Device and host work side by side; a norm of this order lies a little above the longer of both where they are equal.
+#: Order of the norm that joins device and host, which work side by side: a little above the longer of two near times.
 _NORM = 4.0
 _PLAIN = Implementation()
 _ATTENTION = PRODUCTS.index("attention")
@@ -47,9 +47,13 @@ _ATTENTION = PRODUCTS.index("attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NominalWork:
-    """Nominal seconds of one pass: FLOPs at the dense peak by family of ``PRODUCTS`` (``products``) and the same at
-    fp32's peak, bytes at the memory's bandwidth by group of ``TRAFFIC``, of weights and of attention scores that are
-    written, launches at one overhead each; ``fused`` where kernels were fused by hand or by a compiler.
+    """Nominal seconds of one pass.
+
+    ``products`` are FLOPs at the dense peak by family of ``PRODUCTS``, ``fp32_products`` the same at fp32's peak.
+    ``traffic`` are bytes at the memory's bandwidth by group of ``TRAFFIC``, ``weights`` those of weights, ``scores``
+    those of written attention scores. ``launches`` are operations at one launch overhead each. ``unit`` and
+    ``attention_unit`` are values of ``UNITS``, None where the device computes no faster than in fp32. ``fused`` is
+    true where kernels are fused by hand or by a compiler.
     """
 
     products: tuple[float, ...]
@@ -65,7 +69,7 @@ class NominalWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """Seconds of one pass; ``launch_bound``: the host takes longer to queue it than the device to run it."""
+    """Seconds of one pass; ``launch_bound`` where the host takes longer to queue it than the device to run it."""
 
     seconds: float
     launch_bound: bool
@@ -75,15 +79,15 @@ class PassTime:
 def _slowdowns() -> Mapping[str, float]:
     text = shipped_text("rates.toml")
     try:
-        found = {name: float(value) for name, value in tomllib.loads(text)["slowdowns"].items()}
+        slowdowns = {name: float(value) for name, value in tomllib.loads(text)["slowdowns"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _misfit(f"{type(error).__name__}: {error}") from error
-    if found.keys() != set(SLOWDOWNS):
-        raise _misfit(", ".join(sorted(found)))
-    wrong = {name: value for name, value in found.items() if not 0 < value < math.inf}
-    if wrong:
-        raise _misfit(", ".join(f"{name} = {value}" for name, value in wrong.items()))
-    return found
+    if slowdowns.keys() != set(SLOWDOWNS):
+        raise _misfit(", ".join(sorted(slowdowns)))
+    unusable = {name: value for name, value in slowdowns.items() if not 0 < value < math.inf}
+    if unusable:
+        raise _misfit(", ".join(f"{name} = {value}" for name, value in unusable.items()))
+    return slowdowns
 
 
 def _misfit(got: str) -> IntegrityError:
@@ -96,10 +100,10 @@ def _misfit(got: str) -> IntegrityError:
 
 
 def choose_walk(walks: Mapping[str, Walk], precision: Precision) -> tuple[Walk, float]:
-    """The walk a policy follows, and the bytes it moves over those of that walk.
+    """The walk that a policy follows, and the policy's bytes over those of that walk.
 
-    16-bit mixed precision follows autocast. A network stored in a 16-bit format does what fp32 does, on half of the
-    bytes, and so does one that computes in 8 bits or fewer, whose recipes keep all else in 16.
+    16-bit mixed precision follows the walk under autocast. A network stored in a 16-bit format runs the operations of
+    fp32 on half of the bytes. So does one that computes in 8 bits or fewer: its recipes keep all else in 16 bits.
     """
     if precision.is_mixed and FORMAT_BYTES[precision.compute] >= FORMAT_BYTES[precision.activations]:
         return walks["amp"], 1.0
@@ -108,14 +112,14 @@ def choose_walk(walks: Mapping[str, Walk], precision: Precision) -> tuple[Walk, 
 
 @functools.lru_cache(maxsize=8192)
 def _add_up(walk: Walk, phase: str) -> tuple[tuple[float, ...], tuple[float, ...], float, float]:
-    """FLOPs by product and bytes by group, both of a sample; bytes that no sample adds to; operations."""
+    """FLOPs by family of products and bytes by group of traffic, of a sample; fixed bytes; operations."""
     flops = tuple(walk.total("flops", phase=phase, families=(family,)) for family in PRODUCTS)
     moved = tuple(walk.total("bytes", phase=phase, families=families) for families in TRAFFIC.values())
     return flops, moved, walk.total("bytes_fixed", phase=phase), walk.total("ops", phase=phase)
 
 
 def _find_unit(hardware: HardwareSpec, number_format: str) -> tuple[float, str | None]:
-    """The peak at which a device computes in a format, and the unit that does where it is faster than fp32's."""
+    """The peak of a device in a format, and the unit that computes it, None where that is no faster than fp32's."""
     fp32_peak = hardware.peak_flops_per_s["fp32"]
     peak = hardware.peak_flops_per_s.get(number_format, fp32_peak)
     return peak, UNITS.get(number_format) if peak > fp32_peak else None
@@ -133,11 +137,13 @@ def describe_nominal(
     products_share: float = 1.0,
     implementation: Implementation = _PLAIN,
 ) -> NominalWork:
-    """The nominal work of ``phase`` over ``samples`` samples; the shares are of weights, of operations, and of the
-    products outside attention (frozen weights need no gradient). Scores are written once where ``implementation`` says
-    that attention is not fused.
+    """The nominal work of ``phase`` (``forward`` or ``backward``) over ``samples`` samples.
+
+    ``weights_share`` is of the weights, ``layers_share`` of the operations, ``products_share`` of the products outside
+    attention (frozen weights need no gradient). Attention scores are written once where ``implementation`` says that
+    attention is not fused.
     """
-    walk, narrowed = choose_walk(walks, precision)
+    walk, width = choose_walk(walks, precision)
     flops, moved, fixed, operations = _add_up(walk, phase)
     fp32_peak = hardware.peak_flops_per_s["fp32"]
     peak, unit = _find_unit(hardware, precision.compute)
@@ -149,7 +155,7 @@ def describe_nominal(
     work[_ATTENTION] = samples * flops[_ATTENTION]
     products = [count / peak for count in work]
     products[_ATTENTION] = work[_ATTENTION] / attention_peak
-    scale = samples * narrowed / hardware.memory_bytes_per_s
+    scale = samples * width / hardware.memory_bytes_per_s
     scores = 0.0
     if implementation.flash_attention is False:
         scores = samples * walk.scores * FORMAT_BYTES[precision.activations] / hardware.memory_bytes_per_s
@@ -157,7 +163,7 @@ def describe_nominal(
         products=tuple(products),
         fp32_products=tuple([count / fp32_peak for count in work]),
         traffic=tuple([scale * count for count in moved]),
-        weights=fixed * weights_share * narrowed / hardware.memory_bytes_per_s,
+        weights=fixed * weights_share * width / hardware.memory_bytes_per_s,
         scores=scores,
         launches=operations * layers_share * hardware.launch_overhead_s,
         unit=unit,
@@ -167,10 +173,13 @@ def describe_nominal(
 
 
 def time_pass(work: NominalWork, slowdowns: Mapping[str, float] | None = None) -> PassTime:
-    """Seconds of a pass, (device^4 + host^4)^(1/4): device = sum of c_f F_f / Pi + c_g Q_g / B, host = c_l n tau.
+    """Seconds of a pass.
 
-    Products of a narrower unit take its slow-down on top, and never longer than fp32's would. ``slowdowns`` has the
-    keys ``SLOWDOWNS`` (default: ``data/rates.toml``).
+        t = (device^4 + host^4)^(1/4),  device = sum of c_f F_f / Pi + sum of c_g Q_g / B,  host = c_l n tau
+
+    with the slow-downs c, FLOPs F_f by family, the peak Pi, bytes Q_g by group, the bandwidth B, n launches and the
+    launch overhead tau. Products in a narrower unit are multiplied by its slow-down too, but take no longer than in
+    fp32. ``slowdowns`` has the keys ``SLOWDOWNS`` (default: ``data/rates.toml``).
     """
     rates = _slowdowns() if slowdowns is None else slowdowns
     unit = 1.0 if work.unit is None else rates[work.unit]

@@ -3,50 +3,19 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["Catalogue", "CatalogueEntry", "check_fields", "fold_name", "parse_catalogue"]
-
-_TEXTS = ("kind", "architecture", "link")
-_OPTIONAL_TEXTS = ("chip", "note")
-_FIGURES = (
-    "memory_bytes",
-    "memory_bytes_per_s",
-    "gpus_per_node",
-    "link_bytes_per_s",
-    "network_bytes_per_s",
-    "all_reduce_latency_s",
-    "launch_overhead_s",
-)
-_OPTIONAL_FIGURES = (
-    "compute_capability",
-    "nvlink_domain",
-    "sm_count",
-    "boost_clock_hz",
-    "l2_bytes",
-    "power_w",
-    "achieved_memory_bytes_per_s",
-)
-_RATES = ("peak_flops_per_s",)
-_OPTIONAL_RATES = ("achieved_flops_per_s",)
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
-    """One device: the plain ``values`` of its specification, and where each figure comes from by field."""
-
-    values: dict[str, Any]
-    sources: dict[str, str]
+__all__ = ["Catalogue", "check_fields", "fold_name", "parse_catalogue", "required_fields"]
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Devices by canonical name, and the canonical name of each folded spelling."""
+    """The fields of each device by canonical name, and the canonical name of each folded spelling."""
 
-    entries: dict[str, CatalogueEntry]
+    entries: dict[str, dict[str, Any]]
     names: dict[str, str]
 
 
@@ -56,8 +25,13 @@ def fold_name(name: str) -> str:
     return "".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "quadro"))
 
 
+def required_fields(record: type[Any]) -> set[str]:
+    """Names of the fields of a dataclass that have no default."""
+    return {field.name for field in fields(record) if field.default is MISSING and field.default_factory is MISSING}
+
+
 def check_fields(values: Mapping[str, Any], *, known: set[str], required: set[str], where: str) -> None:
-    """Raise ``UnknownNameError`` for a field that is not ``known``, ``InputError`` for a ``required`` one missing."""
+    """Raise ``UnknownNameError`` for a field that is not ``known``, ``InputError`` for a missing ``required`` one."""
     unknown = sorted(values.keys() - known)
     if unknown:
         raise UnknownNameError("field", unknown[0], known, fix=f"correct it in {where}")
@@ -66,47 +40,52 @@ def check_fields(values: Mapping[str, Any], *, known: set[str], required: set[st
         raise InputError(f"{where} is incomplete", got=f"no {', '.join(missing)}", expected=", ".join(sorted(required)))
 
 
-def _read_figure(cell: object, *, where: str, sources: Mapping[str, str]) -> tuple[Any, str]:
-    """The number and the source text of one ``{ value = ..., source = ... }``."""
-    if not isinstance(cell, Mapping) or set(cell) != {"value", "source"}:
-        raise InputError(f"{where} has no source", got=repr(cell), expected='{ value = 312e12, source = "data sheet" }',
-                         fix="say beside every number where it comes from")  # fmt: skip
-    source = cell["source"]
+def _read_figure(figure: object, *, where: str) -> Any:
+    """The number of one ``{ value = ..., source = ... }``."""
+    if not isinstance(figure, Mapping) or set(figure) != {"value", "source"}:
+        raise InputError(f"{where} has no source", got=repr(figure),
+                         expected='{ value = 312e12, source = "data sheet" }',
+                         fix="name the source beside every number")  # fmt: skip
+    source = figure["source"]
     if not isinstance(source, str) or not source.strip():
         raise InputError(
             f"the source of {where} is not usable", got=repr(source), expected="a text or a key of [sources]"
         )
-    return cell["value"], sources.get(source, source)
+    return figure["value"]
 
 
-def _read_entry(name: str, entry: object, *, sources: Mapping[str, str]) -> CatalogueEntry:
-    """One ``[hardware."..."]`` table as plain values and the source of each figure."""
+def _read_entry(name: str, entry: object, *, record: type[Any]) -> dict[str, Any]:
+    """One ``[hardware."..."]`` table as plain values."""
     where = f"hardware {name!r}"
     if not isinstance(entry, Mapping):
         raise InputError(f"{where} is not usable", got=repr(entry), expected="a table of fields")
-    required = {*_TEXTS, *_FIGURES, *_RATES} | ({"compute_capability"} if entry.get("kind") == "gpu" else set())
-    known = required | {"aliases", *_OPTIONAL_TEXTS, *_OPTIONAL_FIGURES, *_OPTIONAL_RATES}
-    check_fields(entry, known=known, required=required, where=where)
+    types = {field.name: field.type for field in fields(record) if field.name != "name"}
+    required = required_fields(record) - {"name"}
+    if entry.get("kind") != "gpu":
+        required -= {"compute_capability"}
+    check_fields(entry, known={"aliases", *types}, required=required, where=where)
     values: dict[str, Any] = {"name": name, "compute_capability": None}
-    values |= {field: entry[field] for field in (*_TEXTS, *_OPTIONAL_TEXTS) if field in entry}
-    origin: dict[str, str] = {}
-    for field in (*_FIGURES, *_OPTIONAL_FIGURES):
-        if field in entry:
-            values[field], origin[field] = _read_figure(entry[field], where=f"{field} of {where}", sources=sources)
-    for table in (*_RATES, *_OPTIONAL_RATES):
-        if table not in entry:
+    for field, kind in types.items():
+        if field not in entry:
             continue
-        if not isinstance(entry[table], Mapping):
-            raise InputError(f"{table} of {where} is not usable", got=repr(entry[table]), expected="a table of formats")
-        rates = values[table] = {}
-        for unit, cell in entry[table].items():
-            field = f"{table}.{unit}"
-            rates[unit], origin[field] = _read_figure(cell, where=f"{field} of {where}", sources=sources)
-    return CatalogueEntry(values, origin)
+        content = entry[field]
+        if kind is str:
+            values[field] = content
+        elif kind != Mapping[str, float]:
+            values[field] = _read_figure(content, where=f"{field} of {where}")
+        elif isinstance(content, Mapping):
+            values[field] = {
+                unit: _read_figure(figure, where=f"{field}.{unit} of {where}") for unit, figure in content.items()
+            }
+        else:
+            raise InputError(f"{field} of {where} is not usable", got=repr(content), expected="a table of formats")
+    return values
 
 
-def parse_catalogue(text: str, *, where: str) -> Catalogue:
-    """Read a TOML text of ``[sources]`` and ``[hardware."NAME"]`` tables.
+def parse_catalogue(text: str, *, record: type[Any], where: str) -> Catalogue:
+    """Read a TOML text of ``[sources]`` and ``[hardware."NAME"]`` tables with the fields of the dataclass ``record``.
+
+    Its texts are plain; every other field is a figure with a source, or a table of such figures by format.
 
     Raises ``InputError`` for text that is not TOML, a field that is missing, unknown or without a source, and a
     spelling that two devices claim; ``where`` names the file in the message.
@@ -116,12 +95,11 @@ def parse_catalogue(text: str, *, where: str) -> Catalogue:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{where} cannot be read", got=str(error), expected="a TOML file of hardware") from error
     check_fields(document, known={"sources", "hardware"}, required={"hardware"}, where=where)
-    sources = document.get("sources", {})
-    if not isinstance(sources, dict) or not isinstance(document["hardware"], dict):
+    if not isinstance(document.get("sources", {}), dict) or not isinstance(document["hardware"], dict):
         raise InputError(f"{where} is not usable", expected='tables [sources] and [hardware."NAME"]')
     catalogue = Catalogue({}, {})
     for name, entry in document["hardware"].items():
-        catalogue.entries[name] = _read_entry(name, entry, sources=sources)
+        catalogue.entries[name] = _read_entry(name, entry, record=record)
         aliases = entry.get("aliases", [])
         if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
             raise InputError(

@@ -1,4 +1,4 @@
-"""What devices are: their peak rates, memory, links and supported formats, each figure with its source."""
+"""Devices: peak rates, memory, links and supported formats, read from files in which every figure has a source."""
 
 import functools
 import math
@@ -8,54 +8,32 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from precision_time.predictor.setup.catalogue import Catalogue, check_fields, fold_name, parse_catalogue
+from precision_time.predictor.setup.catalogue import (
+    Catalogue,
+    check_fields,
+    fold_name,
+    parse_catalogue,
+    required_fields,
+)
+from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.predictor.setup.precision import FORMAT_BYTES, PRECISIONS, Precision
 from precision_time.predictor.shipped import shipped_text
 from precision_time.storage.errors import InputError, NotFoundError, PrecisionUnsupportedError, UnknownNameError
 
 __all__ = [
     "ACHIEVED_OVER_PEAK",
-    "LINKS",
     "HardwareSpec",
     "check_precision",
     "choose_precision",
     "find_hardware",
-    "hardware_sources",
     "known_hardware",
     "load_hardware",
     "parse_bandwidth",
     "supported_precisions",
 ]
 
-#: Kinds of link between the devices of one node; ``network.py`` says how collectives use each.
-LINKS = (
-    "nvlink1-mesh",
-    "nvlink2-mesh",
-    "nvlink2-switch",
-    "nvlink3-switch",
-    "nvlink4-switch",
-    "nvlink5-switch",
-    "pcie3",
-    "pcie4",
-    "pcie5",
-    "shared-memory",
-)
-
-#: The most that a measured rate may exceed the nominal one by: clocks differ a little, a sparse figure differs twofold.
+#: Largest measured rate over the nominal one: clocks differ by a little, a figure with sparsity by a factor of two.
 ACHIEVED_OVER_PEAK = 1.05
-
-_POSITIVE_NUMBERS = (
-    "memory_bytes_per_s",
-    "link_bytes_per_s",
-    "network_bytes_per_s",
-    "all_reduce_latency_s",
-    "launch_overhead_s",
-)
-_POSITIVE_INTEGERS = ("memory_bytes", "gpus_per_node")
-#: Nothing where no public source tells the figure.
-_OPTIONAL_NUMBERS = ("boost_clock_hz", "power_w", "achieved_memory_bytes_per_s")
-_OPTIONAL_INTEGERS = ("nvlink_domain", "sm_count", "l2_bytes")
-_TEXTS = ("kind", "architecture", "link")
 
 
 def _is_positive(value: object) -> bool:
@@ -64,20 +42,21 @@ def _is_positive(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpec:
-    """One kind of device in the node it usually sits in. FLOP/s are dense peaks; bytes per second are one way.
+    """One kind of device in its usual node. FLOP/s are dense peaks; bytes per second are one way.
 
     ``peak_flops_per_s`` maps a format (``fp32 tf32 fp16 bf16 fp8 nvfp4``) to the rate of matrix products that
-    accumulate in fp32; a format that is absent is not supported in hardware. ``link_bytes_per_s`` is of one device
-    inside a node, ``network_bytes_per_s`` of a whole node, ``all_reduce_latency_s`` the size-independent part of an
-    all-reduce over two devices of a node, ``launch_overhead_s`` what the host spends on one eager operation.
+    accumulate in fp32; a format that is absent is not supported in hardware. ``link`` is a name of ``LINK_KINDS``.
+    ``link_bytes_per_s`` is the rate of one device inside a node, ``network_bytes_per_s`` that of a whole node.
+    ``all_reduce_latency_s`` is the size-independent part of an all-reduce over two devices of a node.
+    ``launch_overhead_s`` is the time of the host for one eager operation.
 
-    ``chip`` is the silicon, which sister parts share (``GA100``; empty for a CPU). ``nvlink_domain`` is how many GPUs
-    share NVLink where racks join nodes by it; None means those of one node. ``achieved_flops_per_s`` are rates of
-    large matrix products by format and ``achieved_memory_bytes_per_s`` that of copies, where somebody measured them;
-    they are of one card at its own power and clocks. A file whose achieved rate is above ``ACHIEVED_OVER_PEAK`` of the
-    nominal one is refused.
+    ``chip`` is the silicon, which sister parts share (``GA100``; empty for a CPU). ``nvlink_domain`` is the number of
+    GPUs that share NVLink across the nodes of a rack; None where NVLink ends at the node. ``achieved_flops_per_s`` are
+    measured rates of large matrix products by format, ``achieved_memory_bytes_per_s`` that of copies, both of one card
+    at its own power and clocks. A file whose achieved rate is above ``ACHIEVED_OVER_PEAK`` of the nominal one is
+    refused.
 
-    Raises ``InputError`` for a value that is not positive and finite, or a kind, link or format that is not known.
+    Raises ``InputError`` for a value that is not positive and finite, or an unknown kind, link or format.
     """
 
     name: str
@@ -104,29 +83,30 @@ class HardwareSpec:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", *_TEXTS):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise self._refuse(name, value, "a text that is not empty")
-        for name in ("chip", "note"):
-            if not isinstance(getattr(self, name), str):
-                raise self._refuse(name, getattr(self, name), "a text")
+        for item in fields(self):
+            self._check_field(item.name, item.type, has_default=item.default is not MISSING)
         if self.kind not in ("gpu", "cpu"):
             raise self._refuse("kind", self.kind, "gpu or cpu")
-        if self.link not in LINKS:
-            raise self._refuse("link", self.link, f"one of {', '.join(LINKS)}")
-        told = {name for name in (*_OPTIONAL_NUMBERS, *_OPTIONAL_INTEGERS) if getattr(self, name) is not None}
-        for name in (*_POSITIVE_NUMBERS, *(name for name in _OPTIONAL_NUMBERS if name in told)):
-            if not _is_positive(getattr(self, name)):
-                raise self._refuse(name, getattr(self, name), "a positive finite number")
-        for name in (*_POSITIVE_INTEGERS, *(name for name in _OPTIONAL_INTEGERS if name in told)):
-            if not _is_positive(getattr(self, name)) or not isinstance(getattr(self, name), int):
-                raise self._refuse(name, getattr(self, name), "an integer of at least 1")
+        if self.link not in LINK_KINDS:
+            raise self._refuse("link", self.link, f"one of {', '.join(LINK_KINDS)}")
         if self.kind == "gpu" and not _is_positive(self.compute_capability):
             raise self._refuse("compute_capability", self.compute_capability, "a number such as 8.0")
         if self.kind == "cpu" and self.compute_capability is not None:
             raise self._refuse("compute_capability", self.compute_capability, "nothing for a CPU")
         self._check_rates()
+
+    def _check_field(self, name: str, kind: Any, *, has_default: bool) -> None:
+        value = getattr(self, name)
+        if kind is str:
+            if not isinstance(value, str) or not (value or has_default):
+                raise self._refuse(name, value, "a text" if has_default else "a text that is not empty")
+        elif value is None and kind in (int | None, float | None):
+            return
+        elif kind in (int, int | None):
+            if not _is_positive(value) or not isinstance(value, int):
+                raise self._refuse(name, value, "an integer of at least 1")
+        elif kind in (float, float | None) and not _is_positive(value):
+            raise self._refuse(name, value, "a positive finite number")
 
     def _check_rates(self) -> None:
         for name in ("peak_flops_per_s", "achieved_flops_per_s"):
@@ -140,7 +120,7 @@ class HardwareSpec:
                     raise self._refuse(f"{name}.{unit}", rate, "a positive finite number")
 
     def _check_achieved(self) -> "HardwareSpec":
-        # Not of every object: whoever replaces the nominal rates in code need not know the measured ones.
+        # Files only: code that replaces the nominal rates need not know the measured ones.
         pairs = [
             (f"achieved_flops_per_s.{unit}", rate, self.peak_flops_per_s.get(unit, 0.0))
             for unit, rate in self.achieved_flops_per_s.items()
@@ -164,32 +144,27 @@ class HardwareSpec:
     def from_dict(cls, values: Mapping[str, Any]) -> "HardwareSpec":
         """The inverse of ``to_dict``; raises ``InputError`` naming the fields that are missing or unknown.
 
-        What has a default may be missing: files written before a field existed still load.
+        Fields with a default may be missing: files written before such a field existed still load.
         """
         name = str(values.get("name", "without a name"))
-        required = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}
-        check_fields(values, known={item.name for item in fields(cls)}, required=required, where=f"hardware {name!r}")
+        known = {item.name for item in fields(cls)}
+        check_fields(values, known=known, required=required_fields(cls), where=f"hardware {name!r}")
         return cls(**values)._check_achieved()
 
 
 def _specify(catalogue: Catalogue) -> dict[str, HardwareSpec]:
-    return {name: HardwareSpec(**entry.values)._check_achieved() for name, entry in catalogue.entries.items()}
+    return {name: HardwareSpec(**values)._check_achieved() for name, values in catalogue.entries.items()}
 
 
 @functools.cache
 def _shipped() -> tuple[Catalogue, dict[str, HardwareSpec]]:
-    catalogue = parse_catalogue(shipped_text("gpus.toml"), where="predictor/data/gpus.toml")
+    catalogue = parse_catalogue(shipped_text("gpus.toml"), record=HardwareSpec, where="predictor/data/gpus.toml")
     return catalogue, _specify(catalogue)
 
 
 def known_hardware() -> dict[str, HardwareSpec]:
     """The shipped devices by canonical name (``predictor/data/gpus.toml``)."""
     return dict(_shipped()[1])
-
-
-def hardware_sources(name: str) -> dict[str, str]:
-    """Where each figure of the shipped device ``name`` comes from, by field (``peak_flops_per_s.fp16``, ...)."""
-    return dict(_shipped()[0].entries[find_hardware(name).name].sources)
 
 
 def load_hardware(path: str | Path) -> dict[str, HardwareSpec]:
@@ -204,7 +179,7 @@ def load_hardware(path: str | Path) -> dict[str, HardwareSpec]:
         raise InputError(f"{path} cannot be read", got=str(error), expected="a TOML file in UTF-8") from error
     except OSError as error:
         raise NotFoundError("a hardware file cannot be read", got=f"{path}: {error.strerror}") from error
-    return _specify(parse_catalogue(text, where=str(path)))
+    return _specify(parse_catalogue(text, record=HardwareSpec, where=str(path)))
 
 
 def find_hardware(name: str, *, measured: Iterable[HardwareSpec] = ()) -> HardwareSpec:
@@ -213,27 +188,27 @@ def find_hardware(name: str, *, measured: Iterable[HardwareSpec] = ()) -> Hardwa
     Case, blanks, dashes and the maker's name do not matter. ``cpu`` means the one measured CPU if there is exactly
     one, else the generic entry. Raises ``UnknownNameError`` with the nearest three names.
     """
-    own = {fold_name(spec.name): spec for spec in measured}
+    by_name = {fold_name(spec.name): spec for spec in measured}
     catalogue, shipped = _shipped()
     key = fold_name(str(name))
     if key == "cpu":
-        measured_cpus = [spec for spec in own.values() if spec.kind == "cpu"]
+        measured_cpus = [spec for spec in by_name.values() if spec.kind == "cpu"]
         return measured_cpus[0] if len(measured_cpus) == 1 else shipped["cpu"]
-    if key in own:
-        return own[key]
+    if key in by_name:
+        return by_name[key]
     canonical = catalogue.names.get(key)
     if canonical is None:
-        names = {*shipped, *(spec.name for spec in own.values())}
+        names = {*shipped, *(spec.name for spec in by_name.values())}
         raise UnknownNameError(
             "GPU",
             str(name),
             names,
-            fix="name a known device, give yours in a hardware file, or measure it in a campaign",
+            fix="name a known device, describe yours in a hardware file, or measure it in a campaign",
         )
-    return own.get(fold_name(canonical), shipped[canonical])
+    return by_name.get(fold_name(canonical), shipped[canonical])
 
 
-#: What to offer for a policy that a device lacks, best first: the same range of numbers before the same width.
+#: Policies to offer in place of one that a device lacks, best first: the same range of numbers before the same width.
 _NEAREST_POLICIES: dict[str, tuple[str, ...]] = {
     "fp32": (),
     "tf32": ("fp32",),
@@ -245,7 +220,7 @@ _NEAREST_POLICIES: dict[str, tuple[str, ...]] = {
     "nvfp4": ("fp8", "amp_bf16", "amp_fp16", "tf32", "fp32"),
 }
 
-#: The compute capability from which on a GPU multiplies matrices of a format on tensor cores.
+#: The first compute capability whose tensor cores multiply matrices of a format, and its name.
 _FIRST_SUPPORT: dict[str, tuple[float, str]] = {
     "fp16": (7.0, "7.0 (Volta)"),
     "tf32": (8.0, "8.0 (Ampere)"),
@@ -260,31 +235,33 @@ def supported_precisions(spec: HardwareSpec) -> tuple[str, ...]:
     return tuple(name for name, policy in PRECISIONS.items() if policy.compute in spec.peak_flops_per_s)
 
 
-def _tell_lack(spec: HardwareSpec, unit: str) -> str:
+def _explain_lack(spec: HardwareSpec, unit: str) -> str:
     if spec.kind == "cpu":
         return "tf32 is a format of GPU tensor cores" if unit == "tf32" else f"no {unit} rate is known for this CPU"
-    first, began = _FIRST_SUPPORT.get(unit, (math.inf, ""))
+    first, generation = _FIRST_SUPPORT.get(unit, (math.inf, ""))
     if spec.compute_capability is not None and spec.compute_capability >= first:
         return f"no {unit} rate is known for this GPU"
     reason = f"compute capability {spec.compute_capability} has no {unit} tensor-core path"
-    return f"{reason}; it begins with {began}" if began else reason
+    return f"{reason}; it begins with {generation}" if generation else reason
 
 
 def choose_precision(
     spec: HardwareSpec, precision: Precision, *, allow_fallback: bool = False
 ) -> tuple[Precision, str | None]:
-    """The policy that the device runs, and, where it is another one than ``precision``, the reason that names both.
+    """The policy that the device runs, and the reason where it differs from ``precision``.
 
-    It is ``precision`` itself where the device has a unit for its format. Else ``allow_fallback`` takes the nearest
-    supported policy. Raises ``PrecisionUnsupportedError`` without it, with the device, the policy, the reason and the
-    nearest supported policy.
+    It is ``precision`` itself where the device has a unit for its format, else with ``allow_fallback`` the nearest
+    supported policy; the reason names both.
+
+    Raises ``PrecisionUnsupportedError`` where a fallback is needed and not allowed. The message names the device, the
+    policy, the reason and the nearest supported policy.
     """
     if precision.compute in spec.peak_flops_per_s:
         return precision, None
     supported = supported_precisions(spec)
     offered = next((name for name in _NEAREST_POLICIES.get(precision.name, ()) if name in supported), "fp32")
     hint = " (fp16 with loss scaling)" if offered == "amp_fp16" else ""
-    lack = f"{spec.name} does not support {precision.name}: {_tell_lack(spec, precision.compute)}"
+    lack = f"{spec.name} does not support {precision.name}: {_explain_lack(spec, precision.compute)}"
     if allow_fallback:
         return PRECISIONS[offered], f"{lack}; answered for {offered}{hint} in its place, since a fallback was allowed"
     raise PrecisionUnsupportedError(
@@ -296,7 +273,7 @@ def choose_precision(
 
 
 def check_precision(spec: HardwareSpec, precision: Precision) -> None:
-    """Refuse a policy whose format the device has no unit for; nothing is ever replaced.
+    """Refuse a policy whose format the device does not compute in hardware.
 
     Raises ``PrecisionUnsupportedError`` as ``choose_precision`` does.
     """
@@ -315,7 +292,7 @@ def parse_bandwidth(text: str) -> float:
     """Bytes per second of a bandwidth with its unit: ``25 Gbit/s``, ``25Gb/s``, ``25 Gbps`` (bits), ``3.1 GB/s``.
 
     A small ``b`` is a bit and a capital ``B`` a byte; ``G`` is 10^9 and ``Gi`` 2^30. Raises ``InputError`` for a bare
-    number, an unknown unit, a missing ``/s``, and for what is not positive and finite.
+    number, an unknown unit, a missing ``/s``, and a value that is not positive and finite.
     """
     match = _BANDWIDTH.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:

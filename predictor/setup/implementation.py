@@ -1,4 +1,4 @@
-"""Implementation: what of a training script, beside model and precision, decides how fast it runs."""
+"""Implementation: facts about a training script, beside model and precision, that decide how fast it runs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,13 +11,13 @@ Checkpointing = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """Facts about the code that was, or will be, run. None means that nobody says.
+    """Facts about the code that was, or will be, run. None means not known.
 
-    ``framework`` is the plain name (``pytorch``, ``tensorflow``, ``mxnet``, ``jax``, ``megatron``, ...);
-    ``software_year`` when its container or release appeared, e.g. 2022.5. ``trainable_share`` is the share of the
-    parameters that receive gradients (below 1 for adapters such as LoRA). ``tuned`` marks submissions to a
-    benchmark contest. ``optimizer_step``, ``host_copy``, ``evaluation_inside`` and ``startup_inside`` say what the
-    measured time holds beside or without the plain iteration.
+    ``framework`` is the plain name (``pytorch``, ``tensorflow``, ``mxnet``, ``jax``, ``megatron``, ...).
+    ``software_year`` is the year in which its container or release appeared, e.g. 2022.5. ``trainable_share`` is the
+    share of the parameters that receive gradients (below 1 for adapters such as LoRA). ``tuned`` marks submissions to
+    a benchmark contest. ``optimizer_step``, ``host_copy``, ``evaluation_inside`` and ``startup_inside`` say whether
+    the measured time includes the optimizer, the copy of the inputs to the device, evaluation, and start-up.
     """
 
     framework: str = "pytorch"

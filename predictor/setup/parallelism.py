@@ -1,16 +1,38 @@
-"""Parallelism: how a model and its batch are laid over the ranks of a job."""
+"""Parallelism: how the ranks of a job divide a model and its batch, and the words for it."""
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from precision_time.storage.errors import InputError
 
-__all__ = ["Parallelism", "Sharding", "parse_parallelism"]
+__all__ = ["SHARDINGS", "Parallelism", "Sharding", "parse_parallelism"]
 
-#: What data-parallel ranks divide among themselves: nothing (DDP), optimizer states (ZeRO-1), gradients too (ZeRO-2),
-#: parameters too (ZeRO-3, FSDP).
-Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What data-parallel ranks divide among themselves, where each would hold it whole under DDP.
+
+    ``spellings`` are words without blanks and punctuation, in lower case; the name itself is one.
+    """
+
+    name: str
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+    spellings: tuple[str, ...] = ()
+
+
+#: To add a kind of sharding, or a spelling of one, add it here; formulas read the three booleans.
+SHARDINGS: dict[str, Sharding] = {
+    kind.name: kind
+    for kind in (
+        Sharding(name="none", spellings=("noshard", "zero0")),
+        Sharding(name="optimizer", optimizer=True, spellings=("zero1",)),
+        Sharding(name="gradients", optimizer=True, gradients=True, spellings=("zero2", "shardgradop")),
+        Sharding(name="parameters", optimizer=True, gradients=True, parameters=True,
+                 spellings=("zero3", "fsdp", "fsdp2", "hsdp", "fullshard", "hybridshard")),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +41,11 @@ class Parallelism:
 
     Expert parallelism divides the experts of a layer over data-parallel ranks, so it adds no ranks. Ranks of one
     tensor group are neighbours, then context, then data, then pipeline, as Megatron-LM lays them.
-    ``virtual_stages`` is the number of model chunks per pipeline rank (interleaved schedule). ``single_process``
-    marks ``nn.DataParallel``: one process scatters the batch and gathers the gradients of all devices.
-    Raises ``InputError`` for a degree that is not a positive integer.
+    ``virtual_stages`` is the number of model chunks per pipeline rank (interleaved schedule). ``sharding`` is a name
+    of ``SHARDINGS``. ``single_process`` marks ``nn.DataParallel``: one process scatters the batch and gathers the
+    gradients of all devices.
+
+    Raises ``InputError`` for a degree that is not a positive integer, or an unknown sharding.
     """
 
     data: int = 1
@@ -30,7 +54,7 @@ class Parallelism:
     context: int = 1
     expert: int = 1
     virtual_stages: int = 1
-    sharding: Sharding = "none"
+    sharding: str = "none"
     single_process: bool = False
 
     def __post_init__(self) -> None:
@@ -40,28 +64,35 @@ class Parallelism:
                 raise InputError(
                     f"{name} parallelism is not usable", got=repr(value), expected="an integer of at least 1"
                 )
+        if self.sharding not in SHARDINGS:
+            raise InputError("unknown sharding", got=repr(self.sharding), expected=f"one of {', '.join(SHARDINGS)}")
 
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
         return self.data * self.tensor * self.pipeline * self.context
 
+    @property
+    def divides(self) -> Sharding:
+        """What the data-parallel ranks divide among themselves."""
+        return SHARDINGS[self.sharding]
 
+
+#: Words before a degree, by the field that it sets; ``fsdp`` sets ``data`` and shards the parameters.
 _DEGREES = {
-    "dp": "data", "ddp": "data", "data": "data", "fsdp": "fsdp", "tp": "tensor", "tensor": "tensor", "mp": "tensor",
-    "pp": "pipeline", "pipeline": "pipeline", "cp": "context", "context": "context", "ep": "expert",
-    "expert": "expert", "vp": "virtual_stages", "vpp": "virtual_stages", "virtual": "virtual_stages",
-}  # fmt: skip
+    "data": ("dp", "ddp", "data"),
+    "fsdp": ("fsdp",),
+    "tensor": ("tp", "tensor", "mp"),
+    "pipeline": ("pp", "pipeline"),
+    "context": ("cp", "context"),
+    "expert": ("ep", "expert"),
+    "virtual_stages": ("vp", "vpp", "virtual"),
+}
+_DEGREE_BY_WORD = {word: kind for kind, words in _DEGREES.items() for word in words}
+_SHARDING_BY_WORD = {word: kind.name for kind in SHARDINGS.values() for word in (kind.name, *kind.spellings)}
 
-_SHARDINGS: dict[str, Sharding] = {
-    "none": "none", "noshard": "none", "zero0": "none", "zero1": "optimizer", "optimizer": "optimizer",
-    "zero2": "gradients", "gradients": "gradients", "shardgradop": "gradients",
-    "zero3": "parameters", "parameters": "parameters", "fsdp": "parameters", "fsdp2": "parameters",
-    "hsdp": "parameters", "fullshard": "parameters", "hybridshard": "parameters",
-}  # fmt: skip
-
-#: Spellings of several words. Embeddings or a last layer split over the ranks, and samples split in space, are laid
-#: out as data parallelism: their other ranks still divide the batch or the gradients.
+#: Spellings of several words, and the word that replaces each. Embeddings or a last layer split over the ranks, and
+#: samples split in space, count as data parallelism: the ranks still divide the batch or the gradients.
 _PHRASES = tuple(
     (re.compile(pattern), word)
     for pattern, word in (
@@ -76,22 +107,21 @@ _PHRASES = tuple(
     )
 )
 
-#: Words that say no more than a degree beside them does.
-_PLAIN = ("ddp", "dp", "data", "horovod", "deepspeed", "megatron", "gpipe", "spatial")
+#: Words that change nothing: plain data parallelism, frameworks, and degrees that do not apply.
+_WITHOUT_EFFECT = re.compile(r"ddp|dp|data|horovod|deepspeed|megatron|gpipe|spatial|(ep|vp|cp)n/a|microbatches[0-9]+")
 
 _DEGREE = re.compile(r"(?P<name>[a-z]+?)[=:]?(?P<degree>[0-9]{1,9})")
-_NO_MORE = re.compile(r"(ep|vp|cp)n/a|microbatches[0-9]+")
-_SPELLINGS = "ddp, fsdp, zero1, zero2, zero3, nn.DataParallel, or degrees such as tp4-pp8, tp=8,pp=2 or dp2-tp4-zero1"
+_EXAMPLES = "ddp, fsdp, zero1, zero2, zero3, nn.DataParallel, or degrees such as tp4-pp8, tp=8,pp=2 or dp2-tp4-zero1"
 
 
 def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str | None = None) -> Parallelism:
     """The layout over ``world_size`` ranks that ``text`` names; a blank text means plain data parallelism.
 
-    Kinds are joined by ``-``, ``+``, ``,`` or blanks; a degree stands behind its name: ``dp fsdp tp (mp) pp cp ep
-    vp``. The data degree is what the other degrees leave of the world. ``sharding`` (``FULL_SHARD``, ``zero2``, ...)
-    counts where the text says nothing about it.
+    Kinds are joined by ``-``, ``+``, ``,`` or blanks; a degree follows its name: ``dp fsdp tp (mp) pp cp ep vp``.
+    Without a data degree, the ranks that the other degrees leave are replicas. ``sharding`` (``FULL_SHARD``,
+    ``zero2``, ...) counts where the text names none.
 
-    Raises ``InputError`` for what is not understood, with examples, and for degrees that do not fill the world.
+    Raises ``InputError`` for a text that is not understood, with examples, and for degrees that do not fill the world.
     """
     if isinstance(text, Parallelism):
         return _check_world(text, world_size, repr(text))
@@ -100,26 +130,26 @@ def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str
     if not isinstance(text, str):
         raise _not_understood(text)
     degrees: dict[str, int] = {}
-    shard: Sharding | None = None
+    named_sharding: str | None = None
     single_process = False
     folded = text.strip().casefold()
     for phrase, word in _PHRASES:
         folded = phrase.sub(word, folded)
     for word in re.findall(r"[^\s,;+()\-]+", folded):
         degree = _DEGREE.fullmatch(word)
-        if word in _SHARDINGS:
-            shard = _SHARDINGS[word]
+        if word in _SHARDING_BY_WORD:
+            named_sharding = _SHARDING_BY_WORD[word]
         elif word == "singleprocess":
             single_process = True
-        elif degree and degree["name"] in _DEGREES:
-            kind = _DEGREES[degree["name"]]
+        elif degree and degree["name"] in _DEGREE_BY_WORD:
+            kind = _DEGREE_BY_WORD[degree["name"]]
             if degrees.setdefault(kind, int(degree["degree"])) != int(degree["degree"]):
                 raise InputError(f"two degrees of {kind} parallelism", got=repr(text[:200]), expected="one of each")
-        elif word not in _PLAIN and not _NO_MORE.fullmatch(word):
+        elif not _WITHOUT_EFFECT.fullmatch(word):
             raise _not_understood(text)
     return _lay_out(
         degrees,
-        shard=shard if shard is not None else _parse_sharding(sharding),
+        sharding=named_sharding if named_sharding is not None else _parse_sharding(sharding),
         single_process=single_process,
         world_size=world_size,
         text=text,
@@ -127,7 +157,7 @@ def parse_parallelism(text: str | Parallelism, *, world_size: int, sharding: str
 
 
 def _lay_out(
-    degrees: dict[str, int], *, shard: Sharding | None, single_process: bool, world_size: int, text: str
+    degrees: dict[str, int], *, sharding: str | None, single_process: bool, world_size: int, text: str
 ) -> Parallelism:
     fsdp = degrees.pop("fsdp", None)
     if 0 in degrees.values() or fsdp == 0:
@@ -137,12 +167,12 @@ def _lay_out(
         degrees["data"] = degrees.get("data", 1) * fsdp
         # Context-parallel ranks hold the same parameters, so FSDP divides over them too.
         if fsdp * degrees.get("context", 1) > 1:
-            shard = "parameters"
+            sharding = "parameters"
     if "data" not in degrees:
         if world_size % split:
             raise _not_divided(text, f"{split} ranks a replica in a world of {world_size}")
         degrees["data"] = world_size // split
-    layout = Parallelism(**degrees, sharding=shard or "none", single_process=single_process)
+    layout = Parallelism(**degrees, sharding=sharding or "none", single_process=single_process)
     return _check_world(layout, world_size, text)
 
 
@@ -160,17 +190,17 @@ def _check_world(layout: Parallelism, world_size: int, text: str) -> Parallelism
     return layout
 
 
-def _parse_sharding(text: str | None) -> Sharding | None:
+def _parse_sharding(text: str | None) -> str | None:
     if text is None or not text.strip():
         return None
     folded = re.sub(r"[^a-z0-9]|stage", "", text.casefold())
-    if folded not in _SHARDINGS:
+    if folded not in _SHARDING_BY_WORD:
         raise InputError("unknown sharding", got=repr(text[:200]), expected="none, zero1, zero2, zero3 or FULL_SHARD")
-    return _SHARDINGS[folded]
+    return _SHARDING_BY_WORD[folded]
 
 
 def _not_understood(text: object) -> InputError:
-    return InputError("this parallelism is not understood", got=repr(text)[:200], expected=_SPELLINGS)
+    return InputError("this parallelism is not understood", got=repr(text)[:200], expected=_EXAMPLES)
 
 
 def _not_divided(text: str, numbers: str) -> InputError:

@@ -1,15 +1,15 @@
-"""Precision policies and every spelling by which frameworks call them."""
+"""Precision policies, and every spelling that frameworks use for them."""
 
 from dataclasses import dataclass
 
 from precision_time.storage.errors import InputError, UnknownNameError
 
-__all__ = ["PRECISIONS", "SPELLINGS", "Precision", "parse_precision"]
+__all__ = ["FORMAT_BYTES", "PRECISIONS", "SPELLINGS", "Precision", "parse_precision"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """A policy: in which format a training step computes, stores, accumulates and communicates.
+    """A policy: the formats in which a training step computes, stores, accumulates and communicates.
 
     ``compute`` is the format of matrix products (the key of a device's peak rate), ``storage`` that of parameters
     and gradients, ``accumulate`` that of sums inside a product, ``communicate`` that of gradients on the wire, and
@@ -55,7 +55,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "fp32_strict", "o0", "highest", "f32", "fp32-true", "float32-true", "torch.float", "ieee", "32bit", "32-bit",
     ),
     "tf32": ("tf32", "tensorfloat32", "tensorfloat-32", "tensor_float_32", "high", "medium", "fp32+tf32", "tf32-true"),
-    # O2 keeps the model in fp16 beside fp32 master weights: of the policies here autocast is the nearest.
+    # O2 keeps the model in fp16 beside fp32 master weights; autocast is the nearest policy.
     "amp_fp16": (
         "amp_fp16", "16", "16-mixed", "mixed_fp16_fp32", "fp16-mixed", "mixed_fp16", "fp16_mixed", "mixed-fp16",
         "amp", "amp-fp16", "autocast-fp16", "mixed_float16", "fp16_fp32", "fp16-amp", "fp16_amp", "o1", "o2",
@@ -84,19 +84,19 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-#: Formats that have a name but no policy here, and what to ask for instead.
+#: Spellings of formats that have no policy here, and the policy to ask for instead.
 _NOT_COVERED: dict[str, tuple[tuple[str, ...], str]] = {
     "fp64 training": (
         ("fp64", "64", "64-true", "64bit", "64-bit", "float64", "double", "f64", "torch.float64", "torch.double"),
-        "ask for fp32, the widest policy there is a model of",
+        "ask for fp32, the widest policy",
     ),
     "training on integer or quantised weights": (
         ("int8", "int8-training", "torch.int8", "int4", "nf4", "nf4-dq", "fp4-dq"),
-        "ask for the format that the products run in, e.g. amp_bf16",
+        "ask for the format of the matrix products, e.g. amp_bf16",
     ),
     "training in microscaling formats": (
         ("mxfp8", "mxfp6", "mxfp4"),
-        "ask for fp8 or nvfp4, whose scales are others",
+        "ask for fp8 or nvfp4, whose scales differ",
     ),
 }
 
@@ -107,11 +107,11 @@ _KIND_NOT_COVERED = {spelling: kind for kind, (spellings, _) in _NOT_COVERED.ite
 def parse_precision(text: str | int | Precision) -> Precision:
     """The policy that ``text`` names, in any accepted spelling (case, blanks and ``_``/``-`` do not matter).
 
-    Raises ``InputError`` for a format that is known and not covered (fp64, int8, microscaling ones), and
-    ``UnknownNameError`` with the nearest three spellings for any other.
+    ``16`` means ``16-mixed``; ``fp16`` and ``bf16`` mean the pure policies. Lightning and Accelerate call the mixed
+    policies ``fp16`` and ``bf16``: write ``16-mixed`` or ``amp_fp16``, ``bf16-mixed`` or ``amp_bf16`` for those.
 
-    ``16`` means ``16-mixed``, and ``fp16`` and ``bf16`` the pure policies; Lightning and Accelerate mean the mixed ones
-    by them, so write ``16-mixed`` or ``amp_fp16``, ``bf16-mixed`` or ``amp_bf16`` when those are meant.
+    Raises ``InputError`` for a known format without a policy (fp64, int8, microscaling), and ``UnknownNameError`` with
+    the nearest three spellings for any other text.
     """
     if isinstance(text, Precision):
         return text

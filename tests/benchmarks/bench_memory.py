@@ -1,10 +1,10 @@
 """Peak memory of real training steps on a CPU against the estimate; run: python tests/benchmarks/bench_memory.py [all]
 
-Prints one line for each model, precision and batch: bytes that torch's CPU allocator held at most in three steps, by
-the profiler's memory events; the growth of the process's high-water mark (VmHWM) in steps after a first small one, as
-a second opinion that also sees what oneDNN allocates by itself; and the estimate from the walk. The walk follows the
-casts and kernels of CUDA, so amp_bf16 is compared with the CPU's own casts: layer norms there stay in 16 bit.
-``all`` adds resnet50 and bert_base. Last, the share of the public table's rows that would be refused.
+Prints for each model, precision and batch: the peak of torch's CPU allocator over three steps, by the profiler's memory
+events; the growth of the process's high-water mark (VmHWM) in steps after a first small one, which also counts the
+allocations of oneDNN; and the estimate from the walk. The walk follows the casts and kernels of CUDA, while the
+measured amp_bf16 steps have the CPU's casts: layer norms stay in 16 bit. ``all`` adds resnet50 and bert_base. The last
+lines give the share of the public table's rows that the estimate would refuse.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ LARGE_MODELS = ("resnet50", "bert_base")
 PRECISIONS = ("fp32", "amp_bf16")
 BATCHES = (8, 32)
 STEPS = 3
-#: Larger blocks are mapped one by one and given back at once, so that resident memory follows the allocations.
+#: Bytes from which malloc maps a block by itself and frees it at once, so that resident memory follows allocations.
 MAPPED_FROM = "65536"
 
 
@@ -46,7 +46,7 @@ def run_steps(name: str, precision: str, *, batch_size: int, steps: int) -> None
 
 
 def measure_allocated(name: str, precision: str, *, batch_size: int) -> int:
-    """Most bytes of torch's CPU allocator at one time, from the build of the module to the last step."""
+    """Peak bytes of torch's CPU allocator, from the build of the module to the last step."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -54,11 +54,11 @@ def measure_allocated(name: str, precision: str, *, batch_size: int) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run_steps(name, precision, batch_size=batch_size, steps=STEPS)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
+    held_bytes = peak_bytes = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+        held_bytes += event.nbytes()
+        peak_bytes = max(peak_bytes, held_bytes)
+    return peak_bytes
 
 
 def _read_status(field: str) -> int:
@@ -67,7 +67,7 @@ def _read_status(field: str) -> int:
 
 
 def measure_resident(name: str, precision: str, *, batch_size: int) -> int:
-    """Growth of the largest resident size over the steps; code and caches come with a small step before."""
+    """Growth of the largest resident size over the steps; a small step before loads code and fills caches."""
     import torch
 
     torch.set_num_threads(1)
@@ -80,14 +80,14 @@ def measure_resident(name: str, precision: str, *, batch_size: int) -> int:
     return _read_status("VmHWM") - before
 
 
-def measure_apart(what: str, name: str, precision: str, *, batch_size: int) -> int:
-    """A measurement in a process of its own."""
-    command = [sys.executable, __file__, what, name, precision, str(batch_size)]
+def measure_apart(kind: str, name: str, precision: str, *, batch_size: int) -> int:
+    """The measurement ``kind`` (``allocated`` or ``resident``) in a process of its own."""
+    command = [sys.executable, __file__, kind, name, precision, str(batch_size)]
     thresholds = {"MALLOC_MMAP_THRESHOLD_": MAPPED_FROM, "MALLOC_TRIM_THRESHOLD_": MAPPED_FROM}
-    found = subprocess.run(
+    result = subprocess.run(
         command, check=True, capture_output=True, text=True, env=os.environ | thresholds | {"OMP_NUM_THREADS": "1"}
     )
-    return int(found.stdout.split()[-1])
+    return int(result.stdout.split()[-1])
 
 
 def estimate_steps(name: str) -> dict[tuple[str, int], float]:
@@ -131,13 +131,13 @@ def compare_steps(models: tuple[str, ...]) -> None:
             errors[precision].append(estimate / allocated - 1)
             megabytes = " ".join(f"{size / 1e6:>11.1f}" for size in (allocated, resident, estimate))
             print(f"{name:<10} {precision:<9} {batch:>5}  {megabytes} {errors[precision][-1]:+.1%}", flush=True)
-    for precision, found in errors.items():
-        sizes = [abs(error) for error in found]
+    for precision, signed in errors.items():
+        sizes = [abs(error) for error in signed]
         print(f"{precision}: mean {statistics.mean(sizes):.1%}, largest {max(sizes):.1%} of {len(sizes)}")
 
 
 def refuse_rows() -> None:
-    """Print how many rows of the public table, which all ran, the estimate would refuse."""
+    """Print the share of rows of the public table, which all ran, that the estimate would refuse."""
     from precision_time.predictor.closed_form.memory import estimate_memory
     from precision_time.predictor.rows.observations import observe_table
     from precision_time.predictor.rows.public_table import load_public_table
@@ -146,10 +146,10 @@ def refuse_rows() -> None:
     rows: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     far = 0
-    for seen in observations:
-        estimate = estimate_memory(seen.setup)
-        rows[seen.measurement.source] += 1
-        refused[seen.measurement.source] += not estimate.fits
+    for observation in observations:
+        estimate = estimate_memory(observation.setup)
+        rows[observation.measurement.source] += 1
+        refused[observation.measurement.source] += not estimate.fits
         far += estimate.total_bytes > 1.2 * estimate.device_bytes
     total = sum(rows.values())
     print(f"rows refused: {sum(refused.values()) / total:.1%} of {total}; by more than 20 %: {far / total:.1%}")

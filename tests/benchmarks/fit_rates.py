@@ -2,9 +2,9 @@
 
 Run: python tests/benchmarks/fit_rates.py > rates.toml
 
-Only rows of at most eight GPUs whose network was walked and belongs to the tuning half (those whose name has an even
-CRC-32, as in tune_parameters.py) teach. The loss is a Huber-like mean of the log error of the whole iteration, each
-row weighted as in training; what no walk describes (optimizer, communication) stays at its closed form.
+The fit uses rows of at most eight GPUs whose network was walked and belongs to the tuning half (its name has an even
+CRC-32, as in tune_parameters.py). The loss is a Huber-like mean of the log error of the whole iteration, with the row
+weights of training. Parts that no walk describes (optimizer, communication) keep their closed form.
 """
 
 import sys
@@ -13,18 +13,17 @@ import zlib
 import numpy as np
 from scipy.optimize import minimize
 
-from precision_time.predictor.closed_form.roofline import WHOLE, describe_passes, divide_work
+from precision_time.predictor.closed_form.roofline import describe_passes, divide_work
 from precision_time.predictor.closed_form.walked_time import FUSIBLE, SLOWDOWNS, TRAFFIC, UNITS, NominalWork
-from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.observations import Observation, observe_table, weigh_rows
 from precision_time.predictor.rows.public_table import load_public_table
 from precision_time.predictor.workloads.walk import PRODUCTS
 
 MOST_RANKS = 8
-#: Log error from which on the loss grows linearly.
+#: Log error beyond which the loss grows linearly.
 SOFT = 0.1
-#: How strongly each slow-down is held to its start. Ten times weaker, the closed forms alone came 1 to 2 points nearer
-#: to the other half, and the trees on top of them 2 points further from families left out.
+#: Strength of the pull of each slow-down to its start. Ten times weaker, the closed forms alone were 1 to 2 points
+#: better on the other half, and the trees on top of them 2 points worse on families left out.
 PRIOR = 2e-2
 START = {
     **dict.fromkeys((*PRODUCTS, *TRAFFIC, "weight_traffic"), 2.0),
@@ -36,16 +35,16 @@ START = {
 GRADIENT_STEP = 1e-5
 
 
-def in_tuning_half(seen: Observation) -> bool:
-    """Whether the network of a row may be tuned on."""
-    return zlib.crc32(seen.network.encode()) % 2 == 0
+def in_tuning_half(observation: Observation) -> bool:
+    """Whether the slow-downs may be fitted on the network of a row."""
+    return zlib.crc32(observation.network.encode()) % 2 == 0
 
 
 class Rows:
     """The nominal work of rows as arrays, and their times for given slow-downs."""
 
-    def __init__(self, rows: list[Observation]) -> None:
-        passes = [_weighted_passes(seen) for seen in rows]
+    def __init__(self, observations: list[Observation]) -> None:
+        passes = [_weighted_passes(observation) for observation in observations]
         self.passes = []
         for number in range(len(passes[0])):
             works = [works[number] for works in passes]
@@ -60,14 +59,14 @@ class Rows:
             )
         units = list(dict.fromkeys(UNITS.values()))
 
-        def number(unit: str | None) -> int:
+        def index_unit(unit: str | None) -> int:
             return units.index(unit) if unit else len(units)
 
-        # of each row, the unit of each family of products
+        # the unit of each family of products (columns) in each row
         self.unit = np.array(
             [
                 [
-                    number(works[0][1].attention_unit if family == "attention" else works[0][1].unit)
+                    index_unit(works[0][1].attention_unit if family == "attention" else works[0][1].unit)
                     for family in PRODUCTS
                 ]
                 for works in passes
@@ -75,9 +74,9 @@ class Rows:
         )
         self.units = units
         self.fused = np.array([works[0][1].fused for works in passes])
-        self.rest_s = np.array([_rest_s(seen) for seen in rows])
-        self.measured = np.log([seen.measurement.iteration_time_s for seen in rows])
-        weights = weigh_rows(rows)
+        self.rest_s = np.array([_rest_s(observation) for observation in observations])
+        self.measured = np.log([observation.measurement.iteration_time_s for observation in observations])
+        weights = weigh_rows(observations)
         self.weights = weights / weights.sum()
 
     def times_s(self, slowdowns: dict[str, float]) -> np.ndarray:
@@ -95,29 +94,24 @@ class Rows:
         return total
 
     def loss(self, logs: np.ndarray) -> float:
-        """What is made small, for the logs of the slow-downs."""
+        """The loss at the logs of the slow-downs."""
         error = np.log(self.times_s(dict(zip(SLOWDOWNS, np.exp(logs), strict=True)))) - self.measured
         start = np.log([START[name] for name in SLOWDOWNS])
         return float(self.weights @ np.sqrt(error**2 + SOFT**2) + PRIOR * ((logs - start) ** 2).sum())
 
 
-def _share(seen: Observation):
-    setup = seen.setup
-    return WHOLE if setup.parallelism is None else divide_work(setup.workload, setup.layout)
-
-
-def _weighted_passes(seen: Observation) -> list[tuple[float, NominalWork]]:
-    setup = seen.setup
-    forward, backward, again = describe_passes(
-        setup.workload, setup.hardware, setup.precision,
-        batch_size=setup.batch_size, share=_share(seen), implementation=setup.implementation,
+def _weighted_passes(observation: Observation) -> list[tuple[float, NominalWork]]:
+    setup = observation.setup
+    forward, backward, recomputed = describe_passes(
+        setup.workload, setup.hardware, setup.precision, batch_size=setup.batch_size,
+        share=divide_work(setup.workload, setup.layout), implementation=setup.implementation,
     )  # fmt: skip
     steps = setup.gradient_accumulation_steps
-    return [(steps * (1.0 + again), forward), (float(steps), backward)]
+    return [(steps * (1.0 + recomputed), forward), (float(steps), backward)]
 
 
-def _rest_s(seen: Observation) -> float:
-    closed = seen.closed
+def _rest_s(observation: Observation) -> float:
+    closed = observation.closed
     return closed.iteration_time_s - closed.forward_time_s - closed.backward_time_s - closed.recompute_time_s
 
 
@@ -125,23 +119,25 @@ def main() -> None:
     """Fit, and print the slow-downs as TOML."""
     observations, _ = observe_table(load_public_table().kept)
     walked = [
-        Observation(measurement=seen.measurement, query=Query.of(seen.setup), index=seen.index)
-        for seen in observations
-        if seen.setup.workload.walks is not None and seen.setup.world_size <= MOST_RANKS
+        observation
+        for observation in observations
+        if observation.setup.workload.walks is not None and observation.setup.world_size <= MOST_RANKS
     ]
-    halves = [[seen for seen in walked if in_tuning_half(seen) is wanted] for wanted in (True, False)]
-    taught, other = (Rows(rows) for rows in halves)
+    tuning, other = (
+        Rows([observation for observation in walked if in_tuning_half(observation) is wanted])
+        for wanted in (True, False)
+    )
     logs = np.log([START[name] for name in SLOWDOWNS])
 
     def gradient(at: np.ndarray) -> np.ndarray:
         steps = np.eye(len(at)) * GRADIENT_STEP
-        return np.array([(taught.loss(at + step) - taught.loss(at - step)) / (2 * GRADIENT_STEP) for step in steps])
+        return np.array([(tuning.loss(at + step) - tuning.loss(at - step)) / (2 * GRADIENT_STEP) for step in steps])
 
-    found = minimize(taught.loss, logs, jac=gradient, method="L-BFGS-B", options={"maxiter": 200}).x
-    slowdowns = dict(zip(SLOWDOWNS, np.exp(found), strict=True))
+    fitted = minimize(tuning.loss, logs, jac=gradient, method="L-BFGS-B", options={"maxiter": 200}).x
+    slowdowns = dict(zip(SLOWDOWNS, np.exp(fitted), strict=True))
     print("# Seconds over nominal seconds: FLOPs at the dense peak, bytes at the memory's bandwidth, launches at one")
     print("# overhead each; see predictor/closed_form/walked_time.py. Made by: python tests/benchmarks/fit_rates.py")
-    for name, rows in (("taught", taught), ("other", other)):
+    for name, rows in (("taught", tuning), ("other", other)):
         error = np.abs(np.exp(np.log(rows.times_s(slowdowns)) - rows.measured) - 1)
         print(f"# {name} half: {len(error)} rows, mean error {error.mean():.1%}, median {np.median(error):.1%}")
     print("[slowdowns]")

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from precision_time.predictor.closed_form.collectives import (
     COLLECTIVES,
-    DEVICE_BYTES_PER_S,
     NETWORKS,
     all_reduce_time_s,
     collective_time_s,
     parse_links,
     shipped_links,
 )
-from precision_time.predictor.closed_form.overlap import estimate_overlap
-from precision_time.predictor.setup.hardware import LINKS, find_hardware, known_hardware, parse_bandwidth
+from precision_time.predictor.closed_form.timelines import estimate_overlap
+from precision_time.predictor.setup.hardware import find_hardware, known_hardware, parse_bandwidth
+from precision_time.predictor.setup.links import LINK_KINDS
 from precision_time.predictor.setup.precision import parse_precision
 from precision_time.predictor.workloads.workload import find_workload
 from precision_time.storage.errors import InputError
@@ -68,7 +68,7 @@ def test_several_nodes_are_within_a_quarter_of_the_measured_bandwidth(gpu, nodes
 
 def test_every_kind_of_link_and_network_has_constants_and_no_share_above_one():
     links = shipped_links()
-    assert set(links.links) == set(DEVICE_BYTES_PER_S) == set(LINKS)
+    assert set(links.links) == set(LINK_KINDS)
     assert set(links.networks) == set(NETWORKS)
     assert set(links.collectives) == set(COLLECTIVES)
     assert all(0 < link.efficiency <= 1 for link in links.links.values())
@@ -81,7 +81,7 @@ def test_every_kind_of_link_and_network_has_constants_and_no_share_above_one():
 def test_constants_that_lack_a_table_or_hold_an_unknown_field_are_refused():
     with pytest.raises(InputError, match="link"):
         parse_links("[link.pcie3]\nlatency = 1.0\n")
-    names = [("link", LINKS), ("network", NETWORKS), ("collective", COLLECTIVES)]
+    names = [("link", LINK_KINDS), ("network", NETWORKS), ("collective", COLLECTIVES)]
     text = "".join(f'[{table}."{name}"]\nspeed = 1.0\n' for table, group in names for name in group)
     with pytest.raises(InputError, match="speed"):
         parse_links(text)
@@ -131,7 +131,7 @@ def test_no_collective_is_faster_with_more_bytes_or_more_nodes(kind, gpu, networ
 
     small, large = sorted(sizes)
     assert 0 < time_s(small, nodes) <= time_s(large, nodes) * (1 + 1e-12)
-    # Racks that share NVLink fill up: a node more may reach a new rack, and with it a network.
+    # A node more may start a second rack, and then the network between racks counts.
     if hardware.nvlink_domain is None:
         assert time_s(large, nodes) <= time_s(large, nodes + 1) * (1 + 1e-12)
 
@@ -197,10 +197,10 @@ def test_a_rack_that_shares_nvlink_counts_as_one_node():
 
 def test_a_device_reaches_its_node_network_no_faster_than_its_pcie():
     hardware = dataclasses.replace(find_hardware("a100"), network_bytes_per_s=200e9)
-    one = collective_time_s("point_to_point", 2**30, ranks=2, nodes=2, hardware=hardware)
-    assert 2**30 / one < 31.5e9
+    seconds = collective_time_s("point_to_point", 2**30, ranks=2, nodes=2, hardware=hardware)
+    assert 2**30 / seconds < 31.5e9
     faster = dataclasses.replace(hardware, network_bytes_per_s=400e9)
-    assert collective_time_s("point_to_point", 2**30, ranks=2, nodes=2, hardware=faster) == one
+    assert collective_time_s("point_to_point", 2**30, ranks=2, nodes=2, hardware=faster) == seconds
 
 
 def test_networks_without_rdma_take_longer_steps_than_infiniband():
@@ -240,7 +240,7 @@ def test_a_second_node_costs_time_on_25_gbit_and_saves_it_on_400_gbit():
         return compute_s + overlap.exposed_communication_s
 
     one_node_s = step_s(1, "25 Gbit/s")
-    # The gradients of the embeddings, a fifth of all, are the last to be ready, and their transfer is seen.
+    # The gradients of the embeddings, a fifth of all, are the last to be ready, so their transfer is exposed.
     assert one_node_s == pytest.approx(0.2, rel=0.03)
     # Two nodes need half the steps for the same samples.
     assert step_s(2, "25 Gbit/s") / 2 > one_node_s

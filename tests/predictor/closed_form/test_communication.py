@@ -1,4 +1,4 @@
-"""Layouts of ranks against volumes and schedules worked by hand, and against a published run."""
+"""Communication of every layout, against volumes and schedules worked by hand and a published run."""
 
 import dataclasses
 
@@ -10,22 +10,21 @@ from precision_time.predictor.closed_form.communication import (
     count_crossings,
     estimate_communication,
     place_group,
-    size_transformer,
     time_replication,
 )
-from precision_time.predictor.closed_form.overlap import UNBALANCED_SHARE, weigh_last_stage
 from precision_time.predictor.closed_form.roofline import HOST_COPY_BYTES_PER_S, ComputeEstimate
 from precision_time.predictor.closed_form.solve import solve_closed_form
+from precision_time.predictor.closed_form.timelines import UNBALANCED_SHARE, weigh_last_stage
 from precision_time.predictor.setup.hardware import find_hardware
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import parse_precision
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.predictor.workloads.workload import WorkloadFeatures, find_workload
-from precision_time.storage.errors import InputError
 
 AMP = parse_precision("amp_bf16")
 PLAIN = Implementation()
+A100 = find_hardware("a100")
 #: One second of forward and two of backward hide every transfer but the last piece.
 SLOW = ComputeEstimate(forward_s=1.0, backward_s=2.0, optimizer_s=0.0, launch_bound=False)
 INSTANT = ComputeEstimate(forward_s=0.0, backward_s=0.0, optimizer_s=0.0, launch_bound=False)
@@ -66,13 +65,11 @@ def decoder(*, layers, hidden, heads=None, sequence=2048, vocab=51200, **changes
 SMALL = decoder(layers=24, hidden=2048)
 
 
-def communicate(
-    workload, layout, *, nodes=1, compute=SLOW, micro_steps=1, implementation=PLAIN, gpu="a100", precision=AMP
-):
+def communicate(workload, layout, *, nodes=1, compute=SLOW, micro_steps=1, implementation=PLAIN, hardware=A100):
     return estimate_communication(
         workload,
-        find_hardware(gpu),
-        precision,
+        hardware,
+        AMP,
         compute=compute,
         parallelism=layout,
         implementation=implementation,
@@ -119,24 +116,6 @@ def test_a_group_lies_where_its_stride_puts_it(size, stride, per_node, expected)
     assert tuple(place_group(size, stride=stride, ranks_per_node=per_node)) == expected
 
 
-def test_unknown_sizes_follow_from_the_parameters_and_known_ones_are_kept():
-    known = size_transformer(dataclasses.replace(SMALL, kv_heads=4))
-    assert (known.layers, known.hidden, known.tokens, known.active_experts) == (24, 2048, 2048, 1)
-    # 4 of 16 heads for keys and values, twice.
-    assert known.key_value == 2 * 2048 / 4
-    nameless = dataclasses.replace(SMALL, layers=None, hidden_size=None, heads=None, sequence_length=None)
-    gpt3 = size_transformer(dataclasses.replace(nameless, params=175_000_000_000, forward_flops_per_sample=7e14))
-    # GPT-3: 96 layers, width 12288.
-    assert gpt3.hidden == pytest.approx(12288, rel=0.01)
-    assert gpt3.layers == pytest.approx(96, rel=0.01)
-    assert gpt3.tokens == pytest.approx(2000)
-    by_layers = size_transformer(dataclasses.replace(nameless, params=12 * 24 * 2048**2, layers=24))
-    assert by_layers.hidden == pytest.approx(2048)
-    # A mixture of experts is as wide as its parameters at work say.
-    sparse = dataclasses.replace(nameless, params=10**12, active_params=12 * 24 * 2048**2, layers=24)
-    assert size_transformer(sparse).hidden == pytest.approx(2048)
-
-
 def test_the_last_stage_also_projects_onto_the_vocabulary():
     share = 2 * 51200 * 2048 * 2048 / SMALL.forward_flops_per_sample
     assert weigh_last_stage(SMALL, stages=4) == pytest.approx(UNBALANCED_SHARE * 3 * share)
@@ -151,17 +130,17 @@ def test_the_last_stage_also_projects_onto_the_vocabulary():
 
 def test_tensor_ranks_sum_every_layer_twice_in_each_pass():
     layout = Parallelism(tensor=8)
-    one = all_reduce_time_s(2048 * 2048 * 2, ranks=8, nodes=1, hardware=find_hardware("a100"))
-    found = communicate(SMALL, layout, micro_steps=3)
-    assert found.model_s == pytest.approx(3 * 24 * 4 * one)
-    assert found.exposed_s == pytest.approx(found.model_s)
-    assert (found.data_s, found.bubble_s, found.bucket_count) == (0.0, 0.0, 0)
+    all_reduce_s = all_reduce_time_s(2048 * 2048 * 2, ranks=8, nodes=1, hardware=A100)
+    plain = communicate(SMALL, layout, micro_steps=3)
+    assert plain.model_s == pytest.approx(3 * 24 * 4 * all_reduce_s)
+    assert plain.exposed_s == pytest.approx(plain.model_s)
+    assert (plain.data_s, plain.bubble_s, plain.bucket_count) == (0.0, 0.0, 0)
     # A second forward pass repeats its half.
-    again = communicate(SMALL, layout, micro_steps=3, implementation=Implementation(checkpointing="full"))
-    assert again.model_s == pytest.approx(3 * 24 * 6 * one)
+    recomputed = communicate(SMALL, layout, micro_steps=3, implementation=Implementation(checkpointing="full"))
+    assert recomputed.model_s == pytest.approx(3 * 24 * 6 * all_reduce_s)
     # Two stages hold half of the layers each, and send one output and its gradient to each other.
     halved = communicate(SMALL, Parallelism(tensor=8, pipeline=2), nodes=2)
-    assert 0.5 * found.model_s / 3 < halved.model_s < 0.6 * found.model_s / 3
+    assert 0.5 * plain.model_s / 3 < halved.model_s < 0.6 * plain.model_s / 3
     assert communicate(SMALL, Parallelism(tensor=16), nodes=2).model_s > 1.3 * communicate(SMALL, layout).model_s
 
 
@@ -181,12 +160,10 @@ def test_context_and_expert_ranks_send_keys_and_tokens():
 
 
 def test_replicas_that_lie_a_tensor_group_apart_share_the_network():
-    # 8 replicas, one rank of each a node: eight groups at once have an eighth of the network each, for an eighth of
-    # the parameters; whole nodes of replicas sum all of them over the whole network.
+    # Each group has one rank on each of 8 nodes: the eight groups of a node have an eighth of its network each, for an
+    # eighth of the parameters.
     apart = communicate(SMALL, Parallelism(data=8, tensor=8, sharding="optimizer"), nodes=8, compute=INSTANT)
-    shared = dataclasses.replace(
-        find_hardware("a100"), network_bytes_per_s=find_hardware("a100").network_bytes_per_s / 8
-    )
+    shared = dataclasses.replace(A100, network_bytes_per_s=A100.network_bytes_per_s / 8)
     buckets = -(-SMALL.params // 8 // 40_000_000)
     piece = SMALL.params / 8 / buckets
     reduced, gathered = (all_reduce_time_s(size * piece, ranks=8, nodes=8, hardware=shared) for size in (4, 2))
@@ -206,35 +183,16 @@ def test_nodes_that_share_nvlink_are_one_node_to_ranks_far_apart():
     hardware = dataclasses.replace(find_hardware("b200"), gpus_per_node=4, nvlink_domain=72)
     plain = dataclasses.replace(hardware, nvlink_domain=None)
     layout = Parallelism(data=8, tensor=8, sharding="optimizer")
-    times = {}
-    for name, device, nodes in (("domain", hardware, 16), ("whole", plain, 1), ("nodes", plain, 16)):
-        times[name] = estimate_communication(
-            SMALL,
-            device,
-            AMP,
-            compute=INSTANT,
-            parallelism=layout,
-            implementation=PLAIN,
-            batch_size=1,
-            micro_steps=1,
-            nodes=nodes,
-        ).data_s
-    assert times["domain"] == pytest.approx(times["whole"], rel=0.1)
-    assert times["nodes"] > 3 * times["domain"]
+    domain_s, whole_s, nodes_s = (
+        communicate(SMALL, layout, nodes=nodes, compute=INSTANT, hardware=device).data_s
+        for device, nodes in ((hardware, 16), (plain, 1), (plain, 16))
+    )
+    assert domain_s == pytest.approx(whole_s, rel=0.1)
+    assert nodes_s > 3 * domain_s
     # 32 replicas of 8 ranks fit a domain by their number, but lie in four.
     many = dataclasses.replace(layout, data=32)
-    crossing = estimate_communication(
-        SMALL,
-        hardware,
-        AMP,
-        compute=INSTANT,
-        parallelism=many,
-        implementation=PLAIN,
-        batch_size=1,
-        micro_steps=1,
-        nodes=64,
-    )
-    assert crossing.data_s > 2 * times["domain"]
+    crossing = communicate(SMALL, many, nodes=64, compute=INSTANT, hardware=hardware)
+    assert crossing.data_s > 2 * domain_s
 
 
 def test_sharding_sends_more_the_more_it_divides():
@@ -260,12 +218,12 @@ def test_compute_hides_all_but_the_first_and_the_last_piece_of_sharded_parameter
 
 
 def test_narrower_compute_exposes_more_of_the_same_gradients():
-    found = {
+    forms = {
         name: solve(SMALL, Parallelism(data=16, tensor=4), nodes=8, gpu="h100", precision=name)
         for name in ("fp32", "amp_bf16", "fp8")
     }
-    hidden_least = [form.exposed_communication_s - form.tensor_communication_s for form in found.values()]
-    assert len({form.data_communication_s for form in found.values()}) == 1
+    hidden_least = [form.exposed_communication_s - form.tensor_communication_s for form in forms.values()]
+    assert len({form.data_communication_s for form in forms.values()}) == 1
     assert hidden_least == sorted(hidden_least)
     assert hidden_least[-1] > hidden_least[0]
 
@@ -298,7 +256,7 @@ def test_plain_data_parallelism_is_the_same_named_or_not(model, world, nodes, mi
 
 
 def test_the_parts_add_up_to_the_iteration():
-    found = solve(
+    closed = solve(
         SMALL,
         Parallelism(data=2, tensor=2, pipeline=2, sharding="optimizer"),
         micro_steps=8,
@@ -306,43 +264,28 @@ def test_the_parts_add_up_to_the_iteration():
         host_copy=True,
     )
     parts = (
-        found.forward_time_s,
-        found.backward_time_s,
-        found.recompute_time_s,
-        found.optimizer_time_s,
-        found.pipeline_bubble_s,
-        found.host_copy_s,
+        closed.forward_time_s,
+        closed.backward_time_s,
+        closed.recompute_time_s,
+        closed.optimizer_time_s,
+        closed.pipeline_bubble_s,
+        closed.host_copy_s,
     )
     assert all(part > 0 for part in parts)
-    assert found.compute_time_s == pytest.approx(sum(parts))
-    assert found.recompute_time_s == pytest.approx(found.forward_time_s)
-    assert found.communication_time_s == found.tensor_communication_s + found.data_communication_s
-    assert 0 < found.exposed_communication_s <= found.communication_time_s
-    assert found.iteration_time_s == found.compute_time_s + found.exposed_communication_s
-
-
-def test_degrees_that_do_not_fill_the_world_are_refused():
-    layout = Parallelism(data=2, tensor=2)
-    setup = TrainingSetup(
-        workload=SMALL,
-        hardware=find_hardware("a100"),
-        precision=AMP,
-        world_size=8,
-        nodes=1,
-        batch_size=1,
-        parallelism=layout,
-    )
-    with pytest.raises(InputError, match="world size"):
-        solve_closed_form(setup)
+    assert closed.compute_time_s == pytest.approx(sum(parts))
+    assert closed.recompute_time_s == pytest.approx(closed.forward_time_s)
+    assert closed.communication_time_s == closed.tensor_communication_s + closed.data_communication_s
+    assert 0 < closed.exposed_communication_s <= closed.communication_time_s
+    assert closed.iteration_time_s == closed.compute_time_s + closed.exposed_communication_s
 
 
 def test_one_process_for_all_devices_copies_the_parameters_in_front_of_every_step():
     model = find_workload("resnet50")
-    found = solve(model, Parallelism(data=4, single_process=True), batch_size=12, precision="fp32", gpu="rtx-2080-ti")
-    ranks = solve(model, Parallelism(data=4), batch_size=12, precision="fp32", gpu="rtx-2080-ti")
-    assert found.exposed_communication_s == found.data_communication_s > ranks.exposed_communication_s
+    single = solve(model, Parallelism(data=4, single_process=True), batch_size=12, precision="fp32", gpu="rtx-2080-ti")
+    ddp = solve(model, Parallelism(data=4), batch_size=12, precision="fp32", gpu="rtx-2080-ti")
+    assert single.exposed_communication_s == single.data_communication_s > ddp.exposed_communication_s
     host_s = REPLICATION_HOST_S * model.parameter_tensors * 4
-    moved_s = found.data_communication_s - host_s
+    moved_s = single.data_communication_s - host_s
     slowest = 2 * 4 * model.params / find_hardware("rtx-2080-ti").link_bytes_per_s
     assert moved_s > 0.5 * slowest
     assert time_replication(model, find_hardware("a100"), AMP, ranks=1) == 0.0
@@ -361,8 +304,8 @@ def test_one_process_for_all_devices_copies_the_parameters_in_front_of_every_ste
     ],
 )
 def test_networks_without_known_sizes_are_laid_out_too(model, layout):
-    found = solve(find_workload(model), layout, nodes=2, micro_steps=2)
-    assert 0 < found.iteration_time_s < 10
+    closed = solve(find_workload(model), layout, nodes=2, micro_steps=2)
+    assert 0 < closed.iteration_time_s < 10
 
 
 def test_gpt3_on_1024_gpus_takes_about_what_was_published():
@@ -370,7 +313,7 @@ def test_gpt3_on_1024_gpus_takes_about_what_was_published():
     # recomputation. No constant was fitted to it.
     gpt3 = decoder(layers=96, hidden=12288, vocab=51200)
     layout = Parallelism(data=8, tensor=8, pipeline=16, sharding="none")
-    found = solve(gpt3, layout, nodes=128, micro_steps=192, precision="amp_fp16", checkpointing="full")
-    assert found.iteration_time_s == pytest.approx(32, rel=0.25)
-    assert 0.05 < found.pipeline_bubble_s / found.iteration_time_s < 0.2
-    assert found.exposed_communication_s < 0.2 * found.iteration_time_s
+    closed = solve(gpt3, layout, nodes=128, micro_steps=192, precision="amp_fp16", checkpointing="full")
+    assert closed.iteration_time_s == pytest.approx(32, rel=0.25)
+    assert 0.05 < closed.pipeline_bubble_s / closed.iteration_time_s < 0.2
+    assert closed.exposed_communication_s < 0.2 * closed.iteration_time_s

@@ -1,4 +1,4 @@
-"""What a training step keeps in memory, against published figures, hand counts and rows that are known to have run."""
+"""Memory of a training step, against published figures, hand counts and public rows, which all ran."""
 
 import dataclasses
 import importlib.util
@@ -46,10 +46,10 @@ def work_of(params: float = 250e6, *, walk: Walk | None = None, **changes: Any) 
     if walk is not None:
         casts = {"saved_fixed": 2 * params, "peak_fixed": walk.peak_fixed + 2 * params}
         walks = {"fp32": walk, "amp": dataclasses.replace(walk, saved=0.7 * walk.saved, peak=0.7 * walk.peak, **casts)}
-    known = find_workload("gpt2")
+    gpt2 = find_workload("gpt2")
     sizes = {"layers": 20, "hidden_size": 512, "heads": 8, "kv_heads": 8, "ffn_size": 2048, "sequence_length": 256}
     sizes |= {"vocab": 0, "params": round(params), "active_params": round(params), "parameter_tensors": 240}
-    return dataclasses.replace(known, **{"walks": walks, "optimizer": "adamw"} | sizes | changes)
+    return dataclasses.replace(gpt2, **{"walks": walks, "optimizer": "adamw"} | sizes | changes)
 
 
 def setup_of(
@@ -60,7 +60,7 @@ def setup_of(
     batch: int = 8,
     micro_steps: int = 1,
     gpu: str = "A100-SXM4-80GB",
-    **how: Any,
+    **facts: Any,
 ) -> TrainingSetup:
     world_size = layout.world_size if layout else 1
     return TrainingSetup(
@@ -72,7 +72,7 @@ def setup_of(
         batch_size=batch,
         gradient_accumulation_steps=micro_steps,
         parallelism=layout,
-        implementation=Implementation(**how),
+        implementation=Implementation(**facts),
     )
 
 
@@ -95,15 +95,15 @@ def test_adam_takes_16_bytes_a_parameter_in_fp32_and_8_in_pure_bf16() -> None:
     assert model_states(setup_of(work_of(7e9), precision="bf16")) == 56e9
 
 
-def test_optimizers_keep_what_their_states_need() -> None:
-    kept = {
+def test_optimizers_keep_their_states() -> None:
+    state_bytes = {
         name: estimate_memory(setup_of(work_of(1e9, optimizer=name))).optimizer_bytes
         for name in ("sgd", "sgd_momentum", "adam", "lamb", "adafactor")
     }
-    assert kept["sgd"] == 0
-    assert kept["sgd_momentum"] == 4e9
-    assert kept["adam"] == kept["lamb"] == 8e9
-    assert 0 < kept["adafactor"] < 0.1e9
+    assert state_bytes["sgd"] == 0
+    assert state_bytes["sgd_momentum"] == 4e9
+    assert state_bytes["adam"] == state_bytes["lamb"] == 8e9
+    assert 0 < state_bytes["adafactor"] < 0.1e9
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
@@ -205,15 +205,15 @@ def test_full_checkpointing_keeps_one_tensor_a_layer_and_one_layer_at_work() -> 
 
 def test_checkpointing_a_network_of_unknown_layers_follows_the_square_root() -> None:
     work = dataclasses.replace(find_workload("resnet50"), parameter_tensors=3 * 64, walks=None)
-    plain, again = (estimate_memory(setup_of(work, checkpointing=kind)) for kind in (None, "full"))
-    assert again.activations_bytes == pytest.approx(2 / 8 * plain.activations_bytes)
+    plain, checkpointed = (estimate_memory(setup_of(work, checkpointing=kind)) for kind in (None, "full"))
+    assert checkpointed.activations_bytes == pytest.approx(2 / 8 * plain.activations_bytes)
 
 
 def test_math_attention_adds_its_scores_and_selective_checkpointing_takes_them_away() -> None:
     work = work_of(walk=walk_of())
     fused, written, selective = (
-        estimate_memory(setup_of(work, batch=1, precision="amp_bf16", **how)).activations_bytes
-        for how in (
+        estimate_memory(setup_of(work, batch=1, precision="amp_bf16", **facts)).activations_bytes
+        for facts in (
             {},
             {"flash_attention": False},
             {"flash_attention": False, "checkpointing": "selective"},
@@ -224,7 +224,7 @@ def test_math_attention_adds_its_scores_and_selective_checkpointing_takes_them_a
     assert selective - fused == pytest.approx(MEGABYTE * (4 + 2) / 20)
 
 
-def test_a_card_keeps_what_korthikanti_counts() -> None:
+def test_a_card_follows_the_count_of_korthikanti() -> None:
     # 34 s b h bytes a layer in 16 bit, 2 of them for the dropout that we leave out, and fp32 log-probabilities
     params = 20 * 12 * 512**2 + 2 * 1000 * 512
     sizes = {"vocab": 1000, "active_params": params, "activations_per_sample": 1.0}
@@ -233,9 +233,9 @@ def test_a_card_keeps_what_korthikanti_counts() -> None:
     assert estimate.activations_bytes == pytest.approx(2 * 256 * (20 * 32 * 512 + 4 * 1000))
 
 
-def test_fused_kernels_keep_no_more_than_the_sizes_of_a_transformer_ask_for() -> None:
+def test_fused_kernels_keep_no_more_than_the_sizes_of_a_transformer_need() -> None:
     work = work_of(walk=walk_of(saved=1.0 * GB, peak=1.2 * GB))
-    eager, compiled = (estimate_memory(setup_of(work, batch=1, compiled=how)) for how in (False, True))
+    eager, compiled = (estimate_memory(setup_of(work, batch=1, compiled=fused)) for fused in (False, True))
     card = estimate_memory(setup_of(dataclasses.replace(work, walks=None), batch=1))
     assert compiled.activations_bytes == pytest.approx(card.activations_bytes)
     assert card.activations_bytes < eager.activations_bytes
@@ -266,15 +266,15 @@ def test_a_narrower_precision_takes_less_at_large_batches_and_autocast_copies_we
     "layout",
     [None, Parallelism(data=8), Parallelism(data=8, sharding="parameters"), Parallelism(tensor=2, pipeline=2)],
 )
-@pytest.mark.parametrize("how", [{}, {"checkpointing": "full"}, {"flash_attention": False}])
+@pytest.mark.parametrize("facts", [{}, {"checkpointing": "full"}, {"flash_attention": False}])
 def test_the_largest_batch_fits_and_one_sample_more_does_not(
-    precision: str, layout: Parallelism | None, how: dict[str, Any]
+    precision: str, layout: Parallelism | None, facts: dict[str, Any]
 ) -> None:
-    setup = setup_of(work_of(walk=walk_of()), precision=precision, layout=layout, gpu="H100-SXM5-80GB", **how)
+    setup = setup_of(work_of(walk=walk_of()), precision=precision, layout=layout, gpu="H100-SXM5-80GB", **facts)
     batch = largest_batch(setup)
     assert batch is not None
     assert estimate_memory(setup).largest_batch == batch
-    # of a full pipeline, however many micro-steps are asked about
+    # of a full pipeline, also with fewer micro-steps
     full = dataclasses.replace(setup, gradient_accumulation_steps=setup.layout.pipeline)
     assert largest_batch(full) == batch
     assert estimate_memory(dataclasses.replace(full, batch_size=batch)).fits
@@ -296,12 +296,12 @@ def test_ranks_on_one_host_share_its_memory() -> None:
     assert alone.workspace_bytes == 0
 
 
-def test_what_fits_well_is_not_warned_of() -> None:
+def test_a_setup_that_fits_well_has_no_warning() -> None:
     setup = setup_of(work_of(walk=walk_of()))
     assert explain_memory(setup, estimate_memory(setup)) is None
 
 
-def test_what_nearly_fills_the_device_is_warned_of() -> None:
+def test_a_setup_that_nearly_fills_the_device_has_a_warning() -> None:
     setup = setup_of(work_of(walk=walk_of()))
     setup = dataclasses.replace(setup, batch_size=largest_batch(setup))
     warning = str(explain_memory(setup, estimate_memory(setup)))
@@ -309,20 +309,20 @@ def test_what_nearly_fills_the_device_is_warned_of() -> None:
     assert f"the largest batch that fits is {setup.batch_size}" in warning
 
 
-def test_the_warning_says_the_numbers_and_only_what_helps() -> None:
+def test_the_warning_gives_the_numbers_and_only_changes_that_help() -> None:
     setup = setup_of(work_of(walk=walk_of()), batch=800)
     estimate = estimate_memory(setup)
     warning = str(explain_memory(setup, estimate))
     assert f"about {estimate.total_bytes / GB:.3g} GB" in warning
     assert "the 85.9 GB of A100-SXM4-80GB" in warning
     assert f"the largest batch that fits is {estimate.largest_batch}" in warning
-    # one rank has nobody to shard with, and its attention is fused already
+    # one rank has no others to shard over, and its attention is fused already
     assert "fsdp" not in warning
     assert "fused" not in warning
     assert warning.endswith("amp_bf16 (71.7 GB) or activation checkpointing (31.9 GB) would fit")
 
 
-def test_advice_that_helps_without_being_enough_is_told_apart() -> None:
+def test_changes_that_help_but_are_not_enough_are_named_separately() -> None:
     setup = setup_of(work_of(7e9, walk=walk_of(gradient_bytes=28 * GB)), layout=Parallelism(data=2))
     warning = str(explain_memory(setup, estimate_memory(setup)))
     assert "sharding (fsdp)" in warning
@@ -332,7 +332,7 @@ def test_advice_that_helps_without_being_enough_is_told_apart() -> None:
 def test_public_rows_that_ran_are_hardly_ever_refused() -> None:
     table = load_public_table().kept
     observations, _ = observe_table(table[table["source"].str.startswith(("huggingface/", "lambdal/"))].iloc[::10])
-    over = [seen for seen in observations if not estimate_memory(seen.setup).fits]
+    over = [observation for observation in observations if not estimate_memory(observation.setup).fits]
     assert len(observations) > 500
     assert len(over) <= 0.03 * len(observations)
 
@@ -349,7 +349,7 @@ def bench() -> ModuleType:
 
 
 @pytest.mark.long
-def test_a_real_step_peaks_where_its_walk_says(bench: ModuleType) -> None:
+def test_a_real_step_has_the_peak_of_its_walk(bench: ModuleType) -> None:
     measured = bench.measure_apart("allocated", "bert_mini", "fp32", batch_size=8)
     assert bench.estimate_steps("bert_mini")["fp32", 8] == pytest.approx(measured, rel=0.05)
 

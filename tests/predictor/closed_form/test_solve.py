@@ -1,4 +1,4 @@
-"""Closed forms put together: parts that add up, ranks that help, and every layout with a finite answer."""
+"""The closed form of whole setups: parts that add up, ranks that help, and a finite answer for every layout."""
 
 import dataclasses
 import math
@@ -21,28 +21,28 @@ from precision_time.storage.errors import InputError
 
 def setup(
     model: str = "llama2_7b", strategy: str = "ddp", *, gpus: int = 1, gpu: str = "A100-SXM4-80GB",
-    precision: str = "amp_bf16", **told: Any,
+    precision: str = "amp_bf16", nodes: int | None = None, batch_size: int = 8, **changes: Any,
 ) -> TrainingSetup:  # fmt: skip
-    usual: dict[str, Any] = {"nodes": max(1, gpus // 8), "batch_size": 8}
-    layout = parse_parallelism(strategy, world_size=gpus)
     return TrainingSetup(
         workload=find_workload(model),
         hardware=find_hardware(gpu),
         precision=parse_precision(precision),
         world_size=gpus,
-        parallelism=None if layout == Parallelism(data=gpus) else layout,
-        **usual | told,
+        nodes=nodes or max(1, gpus // 8),
+        batch_size=batch_size,
+        parallelism=parse_parallelism(strategy, world_size=gpus),
+        **changes,
     )
 
 
-def solve(*positional: str, **told: Any) -> ClosedForm:
-    return solve_closed_form(setup(*positional, **told))
+def solve(*positional: str, **named: Any) -> ClosedForm:
+    return solve_closed_form(setup(*positional, **named))
 
 
 def test_one_gpu_takes_its_roofline_and_nothing_else() -> None:
-    asked = setup("resnet50")
-    closed = solve_closed_form(asked)
-    alone = estimate_compute(asked.workload, asked.hardware, asked.precision, batch_size=8)
+    single = setup("resnet50")
+    closed = solve_closed_form(single)
+    alone = estimate_compute(single.workload, single.hardware, single.precision, batch_size=8)
     assert closed.iteration_time_s == closed.compute_time_s == alone.total_s
     assert closed.communication_time_s == closed.pipeline_bubble_s == closed.host_copy_s == 0
     assert closed.bucket_count == 0
@@ -90,7 +90,9 @@ def test_degrees_that_do_not_give_the_world_are_refused() -> None:
 @pytest.mark.parametrize("model", ["llama2_7b", "bert_base", "resnet50"])
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize("batch_size", [1, 64])
-def test_more_tensor_ranks_never_compute_longer_and_talk_more(model: str, precision: str, batch_size: int) -> None:
+def test_more_tensor_ranks_never_compute_longer_and_communicate_more(
+    model: str, precision: str, batch_size: int
+) -> None:
     solved = [
         solve(model, f"tp{ranks}", gpus=ranks, nodes=1, precision=precision, batch_size=batch_size)
         for ranks in (1, 2, 4, 8)
@@ -98,9 +100,9 @@ def test_more_tensor_ranks_never_compute_longer_and_talk_more(model: str, precis
     compute = [closed.compute_time_s for closed in solved]
     assert compute == sorted(compute, reverse=True)
     assert compute[3] < compute[0]
-    talked = [closed.tensor_communication_s for closed in solved]
-    assert talked[0] == 0
-    assert talked == sorted(talked)
+    communication = [closed.tensor_communication_s for closed in solved]
+    assert communication[0] == 0
+    assert communication == sorted(communication)
     assert all(closed.exposed_communication_s == closed.tensor_communication_s for closed in solved)
 
 
@@ -152,12 +154,12 @@ def test_sharding_divides_the_optimizer_and_costs_traffic() -> None:
 
 
 def test_sharded_parameters_are_gathered_in_each_micro_step_and_an_optimizer_shard_once() -> None:
-    def talks(strategy: str, micro_steps: int) -> float:
+    def communication_s(strategy: str, micro_steps: int) -> float:
         return solve("llama2_7b", strategy, gpus=8, gradient_accumulation_steps=micro_steps).communication_time_s
 
-    assert talks("fsdp", 4) == pytest.approx(4 * talks("fsdp", 1))
-    assert talks("zero1", 4) == pytest.approx(talks("zero1", 1))
-    assert talks("zero1", 1) < talks("zero2", 4) < 4 * talks("zero1", 1)
+    assert communication_s("fsdp", 4) == pytest.approx(4 * communication_s("fsdp", 1))
+    assert communication_s("zero1", 4) == pytest.approx(communication_s("zero1", 1))
+    assert communication_s("zero1", 1) < communication_s("zero2", 4) < 4 * communication_s("zero1", 1)
 
 
 def test_micro_steps_repeat_the_passes_and_not_the_optimizer() -> None:
@@ -170,8 +172,8 @@ def test_micro_steps_repeat_the_passes_and_not_the_optimizer() -> None:
 
 def test_checkpointing_runs_the_forward_pass_again_or_its_attention_alone() -> None:
     times = {
-        kept: solve("bert_base", implementation=Implementation(checkpointing=kept), batch_size=64)
-        for kept in (None, "none", "selective", "full")
+        kind: solve("bert_base", implementation=Implementation(checkpointing=kind), batch_size=64)
+        for kind in (None, "none", "selective", "full")
     }
     assert times[None] == times["none"]
     assert times["none"].recompute_time_s == 0
@@ -184,15 +186,15 @@ def test_ranks_of_one_host_share_its_cores_and_memory() -> None:
     assert four.forward_time_s > alone.forward_time_s
     spread = solve("mlp", gpus=4, nodes=4, gpu="cpu", precision="fp32")
     assert spread.forward_time_s == alone.forward_time_s
-    # a GPU is one's own
+    # a rank has a whole GPU
     assert solve("resnet50", gpus=4).forward_time_s == solve("resnet50").forward_time_s
 
 
 def test_inputs_copied_from_the_host_take_their_bytes_over_its_link() -> None:
     copied = Implementation(host_copy=True)
-    one = solve("resnet50", implementation=copied, gradient_accumulation_steps=2)
+    closed = solve("resnet50", implementation=copied, gradient_accumulation_steps=2)
     # 8 images of 3 x 224 x 224 in fp32, twice, at 12.6 GB/s
-    assert one.host_copy_s == pytest.approx(2 * 8 * 12 * 224**2 / 12.6e9)
+    assert closed.host_copy_s == pytest.approx(2 * 8 * 12 * 224**2 / 12.6e9)
     # one process feeds all devices of nn.DataParallel
     four = solve("resnet50", "nn.DataParallel", gpus=4, nodes=1, implementation=copied)
     assert four.host_copy_s == pytest.approx(4 * 8 * 12 * 224**2 / 12.6e9)

@@ -1,4 +1,4 @@
-"""Seconds of a pass from a walk, against sums made by hand over a walk of round numbers."""
+"""Seconds of a pass from a walk, against hand-made sums over a walk of round numbers."""
 
 import dataclasses
 import math
@@ -106,10 +106,10 @@ def test_shares_are_of_weights_of_operations_and_of_products_outside_attention()
         ("tf32", "fp32", 1.0),
         ("amp_fp16", "amp", 1.0),
         ("amp_bf16", "amp", 1.0),
-        # what is stored in 16 bits does what fp32 does on half of the bytes
+        # policies stored in 16 bits run the operations of fp32 on half of the bytes
         ("fp16", "fp32", 0.5),
         ("bf16", "fp32", 0.5),
-        # and 8-bit recipes keep all but the products in 16 bits
+        # 8-bit recipes keep all but the products in 16 bits
         ("fp8", "fp32", 0.5),
         ("nvfp4", "fp32", 0.5),
     ],
@@ -140,15 +140,15 @@ def test_attention_keeps_the_format_and_the_unit_of_the_activations_under_fp8() 
     assert eighth.products[dense] == pytest.approx(half.products[dense] / 2)
     assert eighth.products[attention] == half.products[attention]
     assert (eighth.unit, eighth.attention_unit) == ("eighth", "half")
-    # so whatever 8-bit units lose, attention does not
+    # so the slow-down of 8-bit units does not apply to attention
     slowed = time_pass(eighth, ONES | {"eighth": 1.5}).seconds
     assert slowed < 1.5 * time_pass(eighth, ONES).seconds
     assert time_pass(dataclasses.replace(eighth, products=half.products, unit="half"), ONES) == time_pass(half, ONES)
 
 
 def test_scores_are_written_where_attention_is_known_not_to_be_fused() -> None:
-    for told, written in ((None, 0.0), (True, 0.0), (False, 3 * 5e5 * 4 / 1e9)):
-        assert nominal(implementation=Implementation(flash_attention=told)).scores == pytest.approx(written)
+    for fused, written in ((None, 0.0), (True, 0.0), (False, 3 * 5e5 * 4 / 1e9)):
+        assert nominal(implementation=Implementation(flash_attention=fused)).scores == pytest.approx(written)
     narrow = nominal("amp_bf16", implementation=Implementation(flash_attention=False))
     assert narrow.scores == pytest.approx(3 * 5e5 * 2 / 1e9)
 
@@ -195,9 +195,9 @@ def test_the_device_works_through_products_traffic_weights_and_scores_one_after_
 def test_device_and_host_are_joined_by_the_norm_of_order_four(
     weights: float, launches: float, seconds: float, launch_bound: bool
 ) -> None:
-    found = time_pass(make_work(weights=weights, launches=launches), ONES | {"launch": 2.0})
-    assert found.seconds == pytest.approx(seconds)
-    assert found.launch_bound is launch_bound
+    passed = time_pass(make_work(weights=weights, launches=launches), ONES | {"launch": 2.0})
+    assert passed.seconds == pytest.approx(seconds)
+    assert passed.launch_bound is launch_bound
 
 
 def test_fusing_saves_traffic_between_products_alone() -> None:
@@ -221,7 +221,7 @@ def test_a_narrower_unit_has_its_slow_down_but_never_takes_longer_than_fp32_woul
 
 
 def test_a_device_without_a_faster_unit_computes_as_it_does_in_fp32() -> None:
-    # rates below one tell how much nearer tensor cores come to their peak; a P100 has none
+    # a slow-down below one means that tensor cores come nearer to their peak; a P100 has no tensor cores
     flat = make_device(peak_flops_per_s=dict.fromkeys(("fp32", "fp16"), 1e12))
     work = nominal("fp16", device=flat)
     assert (work.unit, work.attention_unit) == (None, None)
@@ -282,12 +282,12 @@ def test_a_file_that_holds_no_rates_is_refused(rates_file, text: str) -> None:
 
 @given(
     samples=st.floats(0.01, 1e4),
-    more=st.floats(1.0, 10.0),
+    factor=st.floats(1.0, 10.0),
     precision=st.sampled_from(sorted(PRECISIONS)),
     phase=st.sampled_from(["forward", "backward"]),
 )
-def test_more_samples_never_take_less_time(samples: float, more: float, precision: str, phase: str) -> None:
-    few, many = (nominal(precision, phase=phase, samples=count) for count in (samples, samples * more))
+def test_more_samples_never_take_less_time(samples: float, factor: float, precision: str, phase: str) -> None:
+    few, many = (nominal(precision, phase=phase, samples=count) for count in (samples, samples * factor))
     assert time_pass(few).seconds <= time_pass(many).seconds * (1 + 1e-12)
 
 
@@ -296,17 +296,17 @@ def test_a_narrower_format_is_not_slower_on_any_device_but_for_what_the_host_mus
     walks = find_workload(model).walks
     assert walks is not None
     for device in (spec for spec in known_hardware().values() if spec.kind == "gpu"):
-        known = supported_precisions(device)
+        supported = supported_precisions(device)
         for phase in ("forward", "backward"):
             seconds = {}
-            for name in known:
+            for name in supported:
                 work = describe_nominal(walks, device, parse_precision(name), phase=phase, samples=4096.0)
                 seconds[name] = time_pass(dataclasses.replace(work, launches=0.0)).seconds
             for wide, narrow in (
                 ("fp32", "tf32"), ("fp32", "amp_fp16"), ("tf32", "amp_bf16"), ("amp_fp16", "fp16"),
                 ("amp_bf16", "bf16"), ("bf16", "fp8"), ("fp8", "nvfp4"),
             ):  # fmt: skip
-                if wide in known and narrow in known:
+                if wide in supported and narrow in supported:
                     assert seconds[narrow] <= seconds[wide] * (1 + 1e-12), (device.name, phase, wide, narrow)
 
 

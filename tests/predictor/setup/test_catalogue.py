@@ -1,8 +1,9 @@
-"""Catalogue files: every figure has a source, every spelling one device, and what does not fit is named."""
+"""Catalogue files: every figure has a source and every spelling one device; errors name the field."""
 
 import pytest
 
 from precision_time.predictor.setup.catalogue import fold_name, parse_catalogue
+from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.storage.errors import InputError, UnknownNameError
 
 ENTRY = """
@@ -25,22 +26,23 @@ launch_overhead_s = {{ value = 6e-6, source = "mine" }}
 SOURCES = '[sources]\nmine = "measured by me"\n'
 
 
-def write_entry(name="Card", aliases="[]", more=""):
-    return ENTRY.format(name=name, aliases=aliases) + more
+def write_entry(name="Card", aliases="[]", extra=""):
+    return ENTRY.format(name=name, aliases=aliases) + extra
 
 
-def test_an_entry_gives_plain_values_and_the_source_behind_each_key():
-    more = (
+def parse(text):
+    return parse_catalogue(text, record=HardwareSpec, where="a test")
+
+
+def test_an_entry_gives_plain_values():
+    extra = (
         'sm_count = { value = 46, source = "mine" }\nachieved_flops_per_s.fp32 = { value = 18e12, source = "me too" }\n'
     )
-    catalogue = parse_catalogue(SOURCES + write_entry(aliases='["the card"]', more=more), where="a test")
-    values, sources = catalogue.entries["Card"].values, catalogue.entries["Card"].sources
+    catalogue = parse(SOURCES + write_entry(aliases='["the card"]', extra=extra))
+    values = catalogue.entries["Card"]
     assert (values["name"], values["chip"], values["sm_count"]) == ("Card", "GA102", 46)
     assert values["achieved_flops_per_s"] == {"fp32": 18e12}
     assert "nvlink_domain" not in values
-    assert sources["sm_count"] == "measured by me"
-    assert sources["peak_flops_per_s.fp32"] == "sheet of Card"
-    assert sources["achieved_flops_per_s.fp32"] == "me too"
     assert catalogue.names == {"card": "Card", "thecard": "Card"}
 
 
@@ -60,13 +62,11 @@ def test_a_name_is_folded_to_its_letters_and_digits(spelling, folded):
 
 def test_two_devices_cannot_share_a_spelling():
     with pytest.raises(InputError, match=r"one name to two devices.*'THE-CARD'.*only Card"):
-        parse_catalogue(
-            SOURCES + write_entry(aliases='["the card"]') + write_entry("Other", '["THE-CARD"]'), where="a test"
-        )
+        parse(SOURCES + write_entry(aliases='["the card"]') + write_entry("Other", '["THE-CARD"]'))
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("extra", "message"),
     [
         ("sm_count = 46", "sm_count of hardware 'Card' has no source"),
         ('power_w = { value = 300, source = " " }', "source of power_w"),
@@ -74,18 +74,18 @@ def test_two_devices_cannot_share_a_spelling():
         ("achieved_flops_per_s.fp32 = 18e12", r"achieved_flops_per_s.fp32 of hardware 'Card' has no source"),
     ],
 )
-def test_an_optional_figure_needs_a_source_too(more, told):
-    with pytest.raises(InputError, match=told):
-        parse_catalogue(SOURCES + write_entry(more=more), where="a test")
+def test_an_optional_figure_needs_a_source_too(extra, message):
+    with pytest.raises(InputError, match=message):
+        parse(SOURCES + write_entry(extra=extra))
 
 
 def test_an_unknown_field_is_answered_with_the_nearest_ones():
     with pytest.raises(UnknownNameError, match=r"'sm_counts'.*sm_count"):
-        parse_catalogue(SOURCES + write_entry(more='sm_counts = { value = 46, source = "mine" }'), where="a test")
+        parse(SOURCES + write_entry(extra='sm_counts = { value = 46, source = "mine" }'))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (write_entry(aliases='"card"'), "aliases of hardware 'Card' are not usable"),
         (write_entry(aliases="[1]"), "aliases of hardware 'Card' are not usable"),
@@ -95,6 +95,6 @@ def test_an_unknown_field_is_answered_with_the_nearest_ones():
         ("[hardware", "a test cannot be read"),
     ],
 )
-def test_a_text_that_is_no_catalogue_is_refused_by_name(text, told):
-    with pytest.raises(InputError, match=told):
-        parse_catalogue(text, where="a test")
+def test_a_text_that_is_no_catalogue_is_refused(text, message):
+    with pytest.raises(InputError, match=message):
+        parse(text)

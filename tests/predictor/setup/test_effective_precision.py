@@ -1,4 +1,4 @@
-"""Effective precision: what a device lacks is refused or replaced by name, and mixed precision may be told slower."""
+"""Effective precision: a format that a device lacks is refused or replaced by name, and losses are reported."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,13 @@ from precision_time.storage.errors import OutOfDomainError, PrecisionUnsupported
 
 H100 = "H100-SXM5-80GB"
 
-
 pytestmark = pytest.mark.usefixtures("nothing_published")
-
 
 LACKING = [
     ("V100-SXM2-16GB", "bf16-mixed", "amp_fp16", "compute capability 7.0"),
     ("T4-16GB", "bf16-mixed", "amp_fp16", "compute capability 7.5"),
     ("T4-16GB", "tf32", "fp32", "8.0 (Ampere)"),
+    ("T4-16GB", "fp8", "amp_fp16", "8.9 (Ada) or 9.0 (Hopper)"),
     ("GTX1080Ti-11GB", "tf32", "fp32", "compute capability 6.1"),
     ("A100-SXM4-80GB", "fp8", "amp_bf16", "8.9 (Ada) or 9.0 (Hopper)"),
     (H100, "nvfp4", "fp8", "10.0 (Blackwell)"),
@@ -31,34 +30,34 @@ LACKING = [
 ]
 
 
-@pytest.mark.parametrize(("gpu", "asked", "offered", "why"), LACKING)
+@pytest.mark.parametrize(("gpu", "requested", "offered", "reason"), LACKING)
 def test_a_lacking_format_is_refused_with_the_reason_and_the_nearest_policy(
-    gpu: str, asked: str, offered: str, why: str
+    gpu: str, requested: str, offered: str, reason: str
 ) -> None:
     with pytest.raises(PrecisionUnsupportedError) as caught:
-        predict_time("resnet50", asked, batch_size=8, gpu=gpu)
+        predict_time("resnet50", requested, batch_size=8, gpu=gpu)
     assert caught.value.exit_code == 2
-    assert f"{gpu} does not support {parse_precision(asked).name}" in caught.value.what
-    assert why in caught.value.what
+    assert f"{gpu} does not support {parse_precision(requested).name}" in caught.value.what
+    assert reason in caught.value.what
     assert (caught.value.fix or "").startswith(f"use {offered}")
 
 
-@pytest.mark.parametrize(("gpu", "asked", "offered", "why"), LACKING)
+@pytest.mark.parametrize(("gpu", "requested", "offered", "reason"), LACKING)
 def test_an_allowed_fallback_answers_for_the_nearest_policy_and_names_both(
-    gpu: str, asked: str, offered: str, why: str
+    gpu: str, requested: str, offered: str, reason: str
 ) -> None:
-    estimate = predict_time("resnet50", asked, batch_size=8, gpu=gpu, allow_fallback=True)
-    assert (estimate.requested_precision, estimate.effective_precision) == (asked, offered)
-    [reason] = [text for text in estimate.reasons if "fallback" in text]
-    assert why in reason
-    assert f"{gpu} does not support {parse_precision(asked).name}" in reason
-    assert f"answered for {offered}" in reason
+    estimate = predict_time("resnet50", requested, batch_size=8, gpu=gpu, allow_fallback=True)
+    assert (estimate.requested_precision, estimate.effective_precision) == (requested, offered)
+    [stated] = [text for text in estimate.reasons if "fallback" in text]
+    assert reason in stated
+    assert f"{gpu} does not support {parse_precision(requested).name}" in stated
+    assert f"answered for {offered}" in stated
     assert estimate.iteration_time_s == predict_time("resnet50", offered, batch_size=8, gpu=gpu).iteration_time_s
 
 
 def test_a_fallback_that_is_not_needed_changes_nothing() -> None:
-    asked = {"model": "resnet50", "precision": "bf16-mixed", "batch_size": 8, "gpu": H100}
-    assert predict_time(**asked, allow_fallback=True) == predict_time(**asked)
+    question = {"model": "resnet50", "precision": "bf16-mixed", "batch_size": 8, "gpu": H100}
+    assert predict_time(**question, allow_fallback=True) == predict_time(**question)
 
 
 @pytest.mark.parametrize("spec", known_hardware().values(), ids=lambda spec: spec.name)
@@ -74,7 +73,7 @@ def test_on_every_device_a_policy_stands_or_is_replaced_by_a_supported_one_with_
                 choose_precision(spec, policy)
 
 
-def test_a_device_whose_file_gives_no_rate_is_not_said_to_be_too_old(tmp_path: Path) -> None:
+def test_a_device_whose_file_gives_no_rate_is_not_called_too_old(tmp_path: Path) -> None:
     spec = known_hardware()[H100]
     values = spec.to_dict() | {"peak_flops_per_s": {"fp32": 60e12}}
     with pytest.raises(PrecisionUnsupportedError, match="no bf16 rate is known for this GPU"):
@@ -90,7 +89,7 @@ def test_strict_mode_judges_the_policy_that_answers(measure, publish_made_up, tm
         predict_time(precision="tf32", **question)
 
 
-def test_the_command_refuses_and_falls_back_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_and_falls_back_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     question = ["predict", "--model", "resnet50", "--batch-size", "8", "--precision", "bf16", "--gpu", "V100"]
     assert run(question) == 2
     assert "E-PRECISION-UNSUPPORTED" in capsys.readouterr().err
@@ -120,24 +119,24 @@ def test_fp32_on_ampere_and_newer_warns_of_tf32_and_compares_with_both() -> None
     assert any("may run fp32 products as tf32" in text and "'highest'" in text for text in estimate.reasons)
     times = {name: closed_time("bert_base", name, gpu="A40-48GB", batch_size=32) for name in ("tf32", "amp_bf16")}
     strict_s = estimate.iteration_time_s
-    told = gains(precision="fp32", **question)
-    assert f"tf32 is {strict_s / times['tf32']:.2f} times as fast as strict fp32" in told
-    assert f"amp_bf16 is {times['tf32'] / times['amp_bf16']:.2f} times as fast as tf32" in told
-    assert f"{strict_s / times['amp_bf16']:.2f} times as fast as strict fp32" in told
+    gain = gains(precision="fp32", **question)
+    assert f"tf32 is {strict_s / times['tf32']:.2f} times as fast as strict fp32" in gain
+    assert f"amp_bf16 is {times['tf32'] / times['amp_bf16']:.2f} times as fast as tf32" in gain
+    assert f"{strict_s / times['amp_bf16']:.2f} times as fast as strict fp32" in gain
     assert strict_s > 1.2 * times["tf32"] > 1.2 * times["amp_bf16"]
 
 
 def test_mixed_precision_on_ampere_is_compared_with_tf32_and_strict_fp32() -> None:
-    told = gains(model="bert_base", precision="16-mixed", batch_size=32, gpu="A40-48GB")
+    gain = gains(model="bert_base", precision="16-mixed", batch_size=32, gpu="A40-48GB")
     times = {
         name: closed_time("bert_base", name, gpu="A40-48GB", batch_size=32) for name in ("fp32", "tf32", "amp_fp16")
     }
-    assert f"is {times['tf32'] / times['amp_fp16']:.2f} times as fast as tf32" in told
-    assert f"is {times['fp32'] / times['amp_fp16']:.2f} times as fast as strict fp32" in told
+    assert f"is {times['tf32'] / times['amp_fp16']:.2f} times as fast as tf32" in gain
+    assert f"is {times['fp32'] / times['amp_fp16']:.2f} times as fast as strict fp32" in gain
 
 
 @pytest.mark.parametrize("gpu", ["V100-SXM2-16GB", "cpu"])
-def test_nothing_is_said_of_tf32_where_there_is_none(gpu: str) -> None:
+def test_reasons_do_not_mention_tf32_where_there_is_none(gpu: str) -> None:
     for precision in ("fp32", "fp16" if gpu != "cpu" else "bf16"):
         reasons = predict_time("resnet50", precision, batch_size=32, gpu=gpu).reasons
         assert not any("tf32" in text or "strict" in text for text in reasons)
@@ -145,15 +144,15 @@ def test_nothing_is_said_of_tf32_where_there_is_none(gpu: str) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 @pytest.mark.parametrize(("precision", "adds"), [("amp_fp16", "casts and loss scaling add"), ("amp_bf16", "casts add")])
-def test_a_launch_bound_network_is_slower_in_mixed_precision_and_is_told_so(
+def test_a_launch_bound_network_is_slower_in_mixed_precision_and_the_reasons_say_so(
     model: str, precision: str, adds: str
 ) -> None:
     fp32_s, mixed_s = (closed_time(model, name, gpu=H100, batch_size=1) for name in ("fp32", precision))
     assert mixed_s > 1.1 * fp32_s
     reasons = predict_time(model, precision, batch_size=1, gpu=H100).reasons
-    told = gains(model=model, precision=precision, batch_size=1, gpu=H100)
-    assert f"takes {mixed_s / fp32_s:.2f} times as long as strict fp32" in told
-    assert "times as fast" not in told
+    gain = gains(model=model, precision=precision, batch_size=1, gpu=H100)
+    assert f"takes {mixed_s / fp32_s:.2f} times as long as strict fp32" in gain
+    assert "times as fast" not in gain
     assert any(text.startswith("launch-bound") for text in reasons)
     assert any(f"{precision} does not pay here: {adds} operations" in text for text in reasons)
 
@@ -164,7 +163,7 @@ def test_a_large_batch_of_the_same_network_gains_and_no_advice_against_it_is_giv
     assert "times as fast as strict fp32" in gains(model="resnet18", precision="amp_bf16", batch_size=512, gpu=H100)
 
 
-def test_a_difference_of_nothing_is_told_as_one() -> None:
+def test_equal_times_are_reported_as_equal() -> None:
     """tf32 adds no operations, so a launch-bound step takes what it takes in fp32."""
     assert "tf32 is as fast as strict fp32 here" in gains(model="mlp", precision="tf32", batch_size=1, gpu=H100)
 

@@ -1,4 +1,4 @@
-"""Layouts by every spelling that people and tables use, and a refusal for degrees that do not fill the world."""
+"""Layouts by every spelling of people and tables, and a refusal of degrees that do not fill the world."""
 
 import pytest
 from hypothesis import given
@@ -49,12 +49,14 @@ def test_a_spelling_gives_its_layout(text: str, world: int, expected: dict[str, 
     assert parse_parallelism(text, world_size=world) == Parallelism(**expected)  # type: ignore[arg-type]
 
 
-def test_a_hint_counts_where_the_text_is_silent() -> None:
+def test_the_sharding_argument_counts_where_the_text_names_none() -> None:
     assert parse_parallelism("ddp", world_size=8, sharding="FULL_SHARD").sharding == "parameters"
     assert parse_parallelism("zero1", world_size=8, sharding="zero3").sharding == "optimizer"
     assert parse_parallelism("ddp", world_size=8, sharding="").sharding == "none"
     with pytest.raises(InputError, match="unknown sharding"):
         parse_parallelism("ddp", world_size=8, sharding="half")
+    with pytest.raises(InputError, match=r"unknown sharding.*gradients"):
+        Parallelism(data=8, sharding="half")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_a_hint_counts_where_the_text_is_silent() -> None:
         ("ddp", 0, "world size is not usable"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_numbers(text: str, world: int, message: str) -> None:
+def test_an_impossible_layout_is_refused_with_the_numbers(text: str, world: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_parallelism(text, world_size=world)
 

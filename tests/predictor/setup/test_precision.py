@@ -1,4 +1,4 @@
-"""Precision names: every framework's spelling means one policy, an unknown one is answered with the nearest."""
+"""Precision names: every framework's spelling means one policy; an unknown one is answered with the nearest three."""
 
 from collections import Counter
 
@@ -56,7 +56,7 @@ def test_at_least_forty_spellings_are_accepted_and_none_means_two_policies():
     assert max(counts.values()) == 1
     # Case, blanks and dashes do not matter, so two policies must not differ by them alone either.
     folded = Counter(
-        (spelling.casefold().replace("-", "_"), name) for name, all_ in SPELLINGS.items() for spelling in all_
+        (spelling.casefold().replace("-", "_"), name) for name, spellings in SPELLINGS.items() for spelling in spellings
     )
     assert len({spelling for spelling, _ in folded}) == len(folded)
 
@@ -79,7 +79,7 @@ def test_an_unknown_spelling_is_answered_with_the_nearest_three(unknown):
 
 
 @pytest.mark.parametrize(
-    ("spelling", "says", "offers"),
+    ("spelling", "message", "offered"),
     [
         ("64-true", "fp64 training is not covered", "fp32"),
         (64, "fp64 training is not covered", "fp32"),
@@ -90,11 +90,11 @@ def test_an_unknown_spelling_is_answered_with_the_nearest_three(unknown):
         ("MXFP8", "microscaling formats is not covered", "fp8"),
     ],
 )
-def test_a_format_that_is_known_but_not_covered_is_said_to_be_so(spelling, says, offers):
-    with pytest.raises(InputError, match=says) as caught:
+def test_a_format_that_is_known_but_not_covered_has_its_own_error(spelling, message, offered):
+    with pytest.raises(InputError, match=message) as caught:
         parse_precision(spelling)
     assert not isinstance(caught.value, UnknownNameError)
-    assert offers in (caught.value.fix or "")
+    assert offered in (caught.value.fix or "")
     assert caught.value.exit_code == 2
 
 

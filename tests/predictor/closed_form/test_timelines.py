@@ -1,4 +1,4 @@
-"""The bucket timeline, against examples worked by hand."""
+"""Timelines of buckets and pipelines, against examples worked by hand."""
 
 import dataclasses
 
@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_time.predictor.closed_form.collectives import all_reduce_time_s
-from precision_time.predictor.closed_form.overlap import (
+from precision_time.predictor.closed_form.roofline import estimate_compute
+from precision_time.predictor.closed_form.timelines import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     estimate_overlap,
@@ -16,7 +17,6 @@ from precision_time.predictor.closed_form.overlap import (
     finish_last_bucket,
     time_bubble,
 )
-from precision_time.predictor.closed_form.roofline import estimate_compute
 from precision_time.predictor.setup.hardware import find_hardware
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.setup.precision import parse_precision
@@ -90,16 +90,16 @@ def test_buckets_are_sent_when_the_walk_found_their_gradients_ready():
     first, second = (all_reduce_time_s(size * MIB, ranks=8, nodes=1, hardware=hardware) for size in (1, 25))
     backward_s = 2 * first
     late = walked(model, (0.9,) * 15 + (1.0,))
-    found = estimate_overlap(late, hardware, FP32, backward_s=backward_s, ranks=8, nodes=1)
+    overlap = estimate_overlap(late, hardware, FP32, backward_s=backward_s, ranks=8, nodes=1)
     # ready_at(1/26) = 0.9 x 16/26, linear from nothing to the first sixteenth
     first_ends = 0.9 * 16 / 26 * backward_s + first
     assert first_ends > backward_s
-    assert found.exposed_communication_s == pytest.approx(first_ends + second - backward_s)
+    assert overlap.exposed_communication_s == pytest.approx(first_ends + second - backward_s)
     even = estimate_overlap(
         dataclasses.replace(model, walks=None), hardware, FP32, backward_s=backward_s, ranks=8, nodes=1
     )
     assert even.exposed_communication_s == pytest.approx(second)
-    assert found.communication_time_s == even.communication_time_s
+    assert overlap.communication_time_s == even.communication_time_s
 
 
 def test_gradients_that_are_ready_late_expose_more_and_the_last_bucket_waits_for_the_pass():
@@ -120,8 +120,8 @@ def test_autocast_follows_the_ready_curve_of_its_own_walk():
     hardware = dataclasses.replace(find_hardware("v100"), link="pcie3", link_bytes_per_s=15.8e9)
     options = {"backward_s": 0.05, "ranks": 8, "nodes": 1}
     for name, same in (("fp32", True), ("fp16", True), ("amp_fp16", False)):
-        one, other = (estimate_overlap(work, hardware, parse_precision(name), **options) for work in (model, mixed))
-        assert (one == other) is same
+        plain, changed = (estimate_overlap(work, hardware, parse_precision(name), **options) for work in (model, mixed))
+        assert (plain == changed) is same
 
 
 def test_an_infinitely_fast_link_exposes_nothing():
@@ -174,8 +174,8 @@ def test_a_backward_time_that_is_not_a_time_is_refused(backward_s):
 def test_equal_pieces_follow_the_timeline_of_buckets(transfer_s, hidden_by_s, pieces):
     ready_s = [hidden_by_s * (k + 1) / pieces for k in range(pieces)]
     end_s = finish_last_bucket(ready_s, [transfer_s / pieces] * pieces)
-    found = expose_pieces(transfer_s, hidden_by_s=hidden_by_s, pieces=pieces)
-    assert found == pytest.approx(end_s - hidden_by_s, abs=1e-9)
+    exposed_s = expose_pieces(transfer_s, hidden_by_s=hidden_by_s, pieces=pieces)
+    assert exposed_s == pytest.approx(end_s - hidden_by_s, abs=1e-9)
 
 
 def test_frozen_parameters_send_no_gradients():
