@@ -13,8 +13,9 @@ from precision_time.predictor.answering.artifact import (
 )
 from precision_time.predictor.answering.calibration import interpret_measured
 from precision_time.predictor.answering.estimate import TimeEstimate
-from precision_time.predictor.answering.explain import explain_query, explain_time, judge_answer
+from precision_time.predictor.answering.explain import explain_query
 from precision_time.predictor.answering.question import JobLength, Question, plan_length, resolve_question
+from precision_time.predictor.answering.reasons import explain_time, judge_answer
 from precision_time.predictor.closed_form.memory import estimate_memory, explain_memory
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.setup.precision import Precision

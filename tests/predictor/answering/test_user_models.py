@@ -1,10 +1,9 @@
-"""What a user may give as a model: a module, a factory, a configuration, a card; and what is refused."""
+"""What a user may pass as a model: a name, a module, a factory or a configuration; and what is refused."""
 
 import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from precision_time import predict_time
 from precision_time.__main__ import run
-from precision_time.predictor.answering.user_models import import_factory, parse_quantity, resolve_model
+from precision_time.predictor.answering.user_models import import_factory, resolve_model
 from precision_time.predictor.workloads.workload import find_workload
 from precision_time.storage.errors import InputError, NotFoundError, UnknownNameError
 
@@ -231,86 +230,6 @@ def test_the_command_line_takes_a_factory_with_its_sample(capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["model"] == "my_factories:net"
     assert run(asked) == 2
     assert "--sample-input" in capsys.readouterr().err
-
-
-# Cards.
-
-
-@dataclass
-class MyCard:
-    params: float = 25.6e6
-    forward_flops: float = 8.2e9
-    convolution_share: float | None = 1.0
-    attention_share: float | None = None
-
-
-def test_a_card_of_a_known_network_gives_about_its_time() -> None:
-    real = predict_time("resnet50", "fp32", batch_size=64).iteration_time_s
-    by_card = predict_time(RESNET_50 | {"activations": 11.1e6}, "fp32", batch_size=64).iteration_time_s
-    assert abs(math.log(by_card / real)) < math.log(1.25)
-    # the base model of BERT at 512 tokens, by its published sizes
-    card = {"params": 110e6, "forward_flops": 121e9, "attention_share": 0.08, "sequence_length": 512}
-    by_card = predict_time(card, "fp32", batch_size=8).iteration_time_s
-    real = predict_time("bert_base", "fp32", batch_size=8, task_input="512").iteration_time_s
-    assert abs(math.log(by_card / real)) < math.log(1.25)
-
-
-def test_a_dataclass_is_a_card_and_numbers_may_have_suffixes() -> None:
-    assert resolve_model(MyCard()) == resolve_model(RESNET_50)
-    assert resolve_model({"params": "25.6M", "forward_flops": "8.2G", "convolution_share": 1}) == resolve_model(
-        RESNET_50
-    )
-
-
-def test_a_card_says_what_it_assumed_and_takes_what_it_is_told() -> None:
-    bare = resolve_model({"params": 1e6, "forward_flops": 1e9})
-    assert any("assumed a network of convolutions" in reason for reason in bare.reasons)
-    assert (bare.workload.name, bare.workload.kind, bare.workload.walks) == ("my model", "cnn", None)
-    told = resolve_model(
-        {"params": 1e6, "forward_flops": 1e9, "kind": "language_decoder", "name": "bert_base"}
-    ).workload
-    assert (told.kind, told.name, told.network, told.family) == ("language_decoder", "bert_base", "own:bert_base", "")
-    assert told.optimizer == "adamw"
-    assert told.convolution_flops_share == 0
-
-
-@pytest.mark.parametrize(
-    ("card", "said"),
-    [
-        ({}, "lacks params"),
-        ({"params": 1e6}, "lacks forward_flops"),
-        ({"params": -1, "forward_flops": 1e9}, "params of the card of my model is not usable; got: -1"),
-        ({"params": 0.5, "forward_flops": 1e9}, "at least 1"),
-        ({"params": 1e6, "forward_flops": 0}, "forward_flops .* is not usable"),
-        ({"params": 1e6, "forward_flops": math.inf}, "is not usable"),
-        ({"params": math.nan, "forward_flops": 1}, "is not usable"),
-        ({"params": True, "forward_flops": 1}, "is not usable; got: True"),
-        ({"params": [1], "forward_flops": 1}, "is not usable"),
-        ({"params": "many", "forward_flops": 1}, "params is not a number"),
-        (RESNET_50 | {"attention_share": 0.2}, "do not fit"),
-        (RESNET_50 | {"convolution_share": 1.5}, "share from 0 to 1"),
-        (RESNET_50 | {"activations": -4}, "activations"),
-        (RESNET_50 | {"foward_flops": 1e9}, "unknown key of a model card.*forward_flops"),
-        (RESNET_50 | {"kind": "transformer"}, "unknown kind of model.*vision_transformer"),
-    ],
-)
-def test_a_card_that_cannot_be_used_says_why(card: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        resolve_model(card)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("25.6M", 25.6e6), ("7B", 7e9), ("8.2 g", 8.2e9), ("1e9", 1e9), ("3", 3.0), ("1.5e3k", 1.5e6), (".5T", 5e11)],
-)
-def test_a_number_may_have_a_suffix(text: str, value: float) -> None:
-    assert parse_quantity("params", text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize("text", ["", "M", "-3", "1,000", "3 apples", "0x10", "nan"])
-def test_what_is_no_number_is_bad_input(text: str) -> None:
-    with pytest.raises(InputError, match="is not a number"):
-        parse_quantity("params", text)
 
 
 # Paths.
