@@ -1,4 +1,4 @@
-"""The numbers behind an answer: its closed form by part, and the learned factors by group of features."""
+"""The figures behind an answer: its closed form by part, and the learned factors by group of features."""
 
 import itertools
 import json
@@ -34,9 +34,9 @@ _DECIDING = ("total", "compute")
 class Explanation:
     """``closed_form_s`` by part, in seconds, and learned ``factors`` by group of features.
 
-    The parts add up to the iteration by the closed forms. That iteration times all factors is the predicted iteration
-    where a model of the whole iteration was trained; else the factors correct its compute alone. All queries share
-    the factor ``overall``.
+    The parts add up to the iteration by the closed forms. Where a model of the whole iteration was trained, that
+    iteration times all factors is the predicted one; otherwise the factors correct its compute alone. All queries
+    share the factor ``overall``.
     """
 
     closed_form_s: Mapping[str, float]
@@ -62,7 +62,7 @@ def _split_closed_form(query: Query) -> dict[str, float]:
 
 
 def explain_query(query: Query, *, predictor: HierarchicalPredictor | None, blend: Blend) -> Explanation:
-    """The parts and factors of one answer, in which the trees count by ``blend``; without a predictor the parts alone.
+    """The parts and factors of one answer, with the trees weighted by ``blend``; the parts alone without a predictor.
 
     Factors are the ``path_contributions`` summed over groups of features.
     """
@@ -81,7 +81,7 @@ def explain_query(query: Query, *, predictor: HierarchicalPredictor | None, blen
 
 
 def feature_importances(predictor: HierarchicalPredictor) -> dict[str, float]:
-    """Share of the gain of all splits by feature, largest first; empty for a predictor loaded without XGBoost JSON."""
+    """Each feature's share of the gain of all splits, largest first; empty for a predictor without XGBoost JSON."""
     stage = next((name for name in _DECIDING if name in predictor.boosters), None)
     return {} if stage is None else gain_importances(predictor.boosters[stage], STAGE_FEATURES[stage])
 
@@ -106,7 +106,7 @@ def expected_value(forest: FlatForest) -> float:
 
 
 def path_contributions(forest: FlatForest, rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """What each feature adds to each output by the path method; rows and result have shape (n, features).
+    """How much each feature adds to each output by the path method; rows and result have shape (n, features).
 
     Each step of a row down a tree changes the mean of the leaves that remain; the change is assigned to the feature of
     the split (A. Saabas, "Interpreting random forests", 2014; XGBoost's ``approx_contribs``). Each row of the result

@@ -1,4 +1,4 @@
-"""The reasons in words that an answer prints: who answered, what is new about the question, why it takes so long."""
+"""The reasons that an answer prints: who answered, what the training data lacks, why the iteration takes so long."""
 
 import dataclasses
 
@@ -9,14 +9,14 @@ from precision_time.predictor.setup.hardware import supported_precisions
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.predictor.setup.training_setup import TrainingSetup
 
-__all__ = ["explain_time", "judge_answer"]
+__all__ = ["explain_origin", "explain_time"]
 
 #: Two times whose ratio is this near to 1 count as equal.
 _NO_DIFFERENCE = 0.005
 
 
-def _tell_gains(name: str, seconds: float, others: dict[str, float]) -> str:
-    """In words, how much faster or slower ``name`` is than each of the ``others`` (seconds by name)."""
+def _describe_gain(name: str, seconds: float, others: dict[str, float]) -> str:
+    """How much faster or slower ``name`` is than each of the ``others`` (seconds by name)."""
     parts = []
     for other, other_s in others.items():
         if abs(other_s / seconds - 1) < _NO_DIFFERENCE:
@@ -29,7 +29,7 @@ def _tell_gains(name: str, seconds: float, others: dict[str, float]) -> str:
 
 
 def _compare_precisions(setup: TrainingSetup, closed: ClosedForm) -> list[str]:
-    """The policy compared with fp32, and with tf32 on devices that have it, by the closed forms."""
+    """The precision compared with fp32, and with tf32 on devices that have it, by the closed forms."""
 
     def time_as(name: str) -> float:
         return solve_closed_form(dataclasses.replace(setup, precision=PRECISIONS[name])).iteration_time_s
@@ -40,10 +40,10 @@ def _compare_precisions(setup: TrainingSetup, closed: ClosedForm) -> list[str]:
         if not has_tf32:
             return []
         tf32_s = time_as("tf32")
-        gains = [_tell_gains("tf32", tf32_s, {"strict fp32": policy_s})]
+        gains = [_describe_gain("tf32", tf32_s, {"strict fp32": policy_s})]
         mixed = next((name for name in ("amp_bf16", "amp_fp16") if name in supported), None)
         if mixed:
-            gains.append(_tell_gains(mixed, time_as(mixed), {"tf32": tf32_s, "strict fp32": policy_s}))
+            gains.append(_describe_gain(mixed, time_as(mixed), {"tf32": tf32_s, "strict fp32": policy_s}))
         return [
             "frameworks may run fp32 products as tf32 on this device unless that is switched off (torch: "
             "set_float32_matmul_precision('highest') and cudnn.allow_tf32 = False); the closed forms take fp32 as "
@@ -54,7 +54,7 @@ def _compare_precisions(setup: TrainingSetup, closed: ClosedForm) -> list[str]:
     others = {"strict fp32" if has_tf32 else "fp32": fp32_s}
     if has_tf32 and policy.name != "tf32":
         others = {"tf32": time_as("tf32")} | others
-    reasons = [f"by the closed forms {_tell_gains(policy.name, policy_s, others)} here"]
+    reasons = [f"by the closed forms {_describe_gain(policy.name, policy_s, others)} here"]
     if policy_s > (1 + _NO_DIFFERENCE) * fp32_s:
         if closed.launch_bound and policy.is_mixed:
             scaling = " and loss scaling" if policy.loss_scaling else ""
@@ -68,7 +68,7 @@ def _compare_precisions(setup: TrainingSetup, closed: ClosedForm) -> list[str]:
 
 
 def explain_time(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) -> list[str]:
-    """Reasons, from the closed forms, why the iteration takes as long as it does."""
+    """Why the iteration takes as long as it does, by the closed forms."""
     reasons = []
     if closed.launch_bound:
         reasons.append(
@@ -82,14 +82,17 @@ def explain_time(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: flo
             f"{bubble:.0%} of the iteration is the pipeline's bubble: more micro-steps or virtual stages shrink it"
         )
     if exposed_share > 0.1:
-        reasons.append(f"{exposed_share:.0%} of the iteration waits for communication that no compute hides")
+        reasons.append(f"{exposed_share:.0%} of the iteration waits for communication that does not overlap compute")
     return reasons
 
 
-def judge_answer(
+def explain_origin(
     answers: Answers, published: PublishedPredictor | None, setup: TrainingSetup, *, why: str
 ) -> list[str]:
-    """Reasons that say who answered the one query, and which parts of it are new."""
+    """Who answered the one query, and what the training data lacks for it; empty for a known configuration.
+
+    ``why`` says why there is no ``published`` artifact, where there is none.
+    """
     if published is None:
         return [f"{why}: answered by the closed forms, whose interval is a rule of thumb"]
     artifact_id = published.manifest.artifact_id
@@ -101,5 +104,5 @@ def judge_answer(
             "thumb"
         )
     elif not answers.has_own_interval[0]:
-        reasons.append("no interval was fitted for a question like this: the widest one is given")
+        reasons.append("no interval was fitted for a question like this, so the widest interval is given")
     return reasons

@@ -57,14 +57,14 @@ def describe_user_card(values: Mapping[str, Any]) -> CountedModel:
     )
     if (convolutions or 0.0) + (attention or 0.0) > 1:
         raise InputError(
-            f"the shares of the card of {name} do not fit",
+            f"the shares of the card of {name} are too large",
             got=f"convolution_share {convolutions} and attention_share {attention}",
             expected="shares of the forward FLOPs whose sum is at most 1; the rest is dense products",
         )
     kind = str(values.get("kind") or "")
     if kind and kind not in KINDS:
         raise UnknownNameError("kind of model", kind, KINDS)
-    reasons = [f"{name} is known by a card of its sizes alone: what moves is estimated from them"]
+    reasons = [f"{name} is described by a card of sizes alone: the bytes it moves are estimated from them"]
     if not kind and convolutions is None and attention is None:
         kind = "cnn"
         reasons.append("assumed a network of convolutions: give kind, convolution_share or attention_share")

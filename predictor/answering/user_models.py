@@ -62,14 +62,14 @@ def resolve_model(
         name, model = model, import_factory(model)
         if not _is_module(model) and not _is_workload(model):
             raise InputError(
-                f"{name} is of another kind",
+                f"{name} does not return a model",
                 got=type(model).__name__,
                 expected="a function returning a torch.nn.Module or a precision_time.tasks.workloads.Workload",
             )
     if _is_module(model) or _is_workload(model):
         if task_input:
             raise InputError(
-                "task_input goes with models that are known by name",
+                "task_input goes with models that are given by name",
                 got=repr(task_input),
                 expected="the size of the input in sample_input",
             )
@@ -221,7 +221,7 @@ def _find_config(model: str | Path) -> Path | None:
             return path / "config.json"
     if isinstance(model, Path) or text.endswith(".json") or text.startswith((".", "/", "~")):
         raise NotFoundError(
-            "there is no Hugging Face configuration",
+            "there is no Hugging Face configuration at this path",
             got=text[:300],
             expected="the path of a config.json, or of a folder that holds one; nothing is downloaded",
         )
@@ -245,7 +245,7 @@ def _count_config(path: Path, *, task_input: str) -> CountedModel:
         ) from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise InputError(
-            "this is no Hugging Face configuration", got=f"{path.name} without model_type",
+            "this is not a Hugging Face configuration", got=f"{path.name} without model_type",
             expected="a config.json of a transformers model",
         )  # fmt: skip
     _import_walking()

@@ -67,7 +67,7 @@ def test_a_card_says_what_it_assumed_and_takes_what_it_is_told() -> None:
         ({"params": True, "forward_flops": 1}, "is not usable; got: True"),
         ({"params": [1], "forward_flops": 1}, "is not usable"),
         ({"params": "many", "forward_flops": 1}, "params is not a number"),
-        (RESNET_50 | {"attention_share": 0.2}, "do not fit"),
+        (RESNET_50 | {"attention_share": 0.2}, "are too large"),
         (RESNET_50 | {"convolution_share": 1.5}, "share from 0 to 1"),
         (RESNET_50 | {"activations": -4}, "activations"),
         (RESNET_50 | {"foward_flops": 1e9}, "unknown key of a model card.*forward_flops"),

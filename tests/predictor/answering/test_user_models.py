@@ -200,7 +200,7 @@ def test_a_model_that_was_measured_under_its_dotted_name_is_not_walked_again() -
         ("no_such_module:net", "cannot be imported.*No module named"),
         ("my_factories:no_net", "cannot be imported.*no_net"),
         (":net", "cannot be imported"),
-        ("my_factories:words", "of another kind; got: str"),
+        ("my_factories:words", "does not return a model; got: str"),
         ("my_factories:fails", "fails; got: OSError: no data set here"),
         ("my_factories:net", "needs a sample"),
     ],

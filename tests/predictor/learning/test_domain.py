@@ -62,13 +62,13 @@ def test_inside_the_domain_there_are_no_gaps(domain, rows) -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"model": STRANGER}, "gnmt was never seen"),
+        ({"model": STRANGER}, "gnmt was never measured, only"),
         ({"gpu": "T4-16GB"}, "T4-16GB was never measured"),
-        ({"world_size": 4}, "at most 2 ranks"),
+        ({"world_size": 4}, "4 ranks were never measured, at most 2"),
         ({"precision": "tf32"}, "tf32 was never measured, only amp_bf16, fp32"),
         ({"batch_size": 7}, "batch 7 is outside the measured 8 to 32"),
         ({"batch_size": 33}, "batch 33 is outside the measured 8 to 32"),
-        ({"gradient_accumulation_steps": 2}, "at most 1 micro-steps"),
+        ({"gradient_accumulation_steps": 2}, "2 micro-steps were never measured, at most 1"),
         ({"task_input": "1024"}, "input 1024 takes 171 GFLOP a sample, outside the measured 8.18"),
         ({"task_input": "64"}, "outside the measured 8.18"),
     ],

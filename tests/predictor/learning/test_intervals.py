@@ -24,7 +24,7 @@ def test_the_radius_is_the_order_statistic_of_the_absolute_errors() -> None:
 def test_nine_rows_are_the_fewest_for_ninety_percent() -> None:
     assert fewest_rows(0.9) == 9
     conformal_radius([0.1] * 9, level=0.9)
-    with pytest.raises(InputError, match="too few calibration rows"):
+    with pytest.raises(InputError, match="too few held-out rows"):
         conformal_radius([0.1] * 8, level=0.9)
 
 
@@ -90,5 +90,5 @@ def test_the_order_is_that_of_the_training_domain_and_a_strange_regime_is_refuse
     radii = radii_by_regime([0.1] * 60, ["known"] * 60, level=0.9)
     assert list(radii) == list(REGIMES)
     assert not any(math.isnan(radius) for radius in radii.values())
-    with pytest.raises(InputError, match="regime of a calibration row"):
+    with pytest.raises(InputError, match="regime of a held-out row"):
         radii_by_regime([0.1] * 60, ["elsewhere"] * 60, level=0.9)

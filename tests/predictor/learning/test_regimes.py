@@ -32,8 +32,8 @@ def test_exactly_one_regime_holds(distance: Distance) -> None:
 def test_what_a_regime_names_exists(regime: Regime) -> None:
     assert set(regime.interval_splits) <= set(SPLITS)
     assert set(regime.covariances) <= set(COVARIANCES)
-    if regime.lesson is not None:
-        assert regime.lesson.split in SPLITS
+    if regime.plan is not None:
+        assert regime.plan.split in SPLITS
     match regime.blend:
         case SmallestOf(others):
             assert set(others) < set(REGIMES)

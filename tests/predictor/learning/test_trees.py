@@ -261,7 +261,7 @@ def test_what_passes_the_check_leads_every_row_to_a_leaf(split: np.ndarray, cut:
 
 def test_ten_million_nodes_are_refused_before_they_are_unpacked() -> None:
     big = dataclasses.replace(_deep_chain(1), split=np.zeros(10_000_001, np.uint32))
-    with pytest.raises(IntegrityError, match="unpacked size"):
+    with pytest.raises(IntegrityError, match="too large when unpacked"):
         forests_from_bytes(forests_to_bytes({"a": big}), feature_counts={"a": 1})
 
 
@@ -366,14 +366,14 @@ def test_a_missing_or_extra_array_is_refused(forest: FlatForest) -> None:
 def test_other_boosters_are_refused_at_writing(booster: xgboost.Booster) -> None:
     model = json.loads(bytes(booster.save_raw("json")))
     model["learner"]["gradient_booster"]["name"] = "gblinear"
-    with pytest.raises(IntegrityError, match="booster kind"):
+    with pytest.raises(IntegrityError, match="kind of booster"):
         flatten_xgboost(json.dumps(model).encode())
 
 
 def test_several_classes_and_categorical_splits_are_refused_at_writing(booster: xgboost.Booster) -> None:
     model = json.loads(bytes(booster.save_raw("json")))
     model["learner"]["learner_model_param"]["num_class"] = "3"
-    with pytest.raises(IntegrityError, match="number of classes"):
+    with pytest.raises(IntegrityError, match="several classes"):
         flatten_xgboost(json.dumps(model).encode())
     model = json.loads(bytes(booster.save_raw("json")))
     model["learner"]["gradient_booster"]["model"]["trees"][3]["split_type"][0] = 1
@@ -385,5 +385,5 @@ def test_several_classes_and_categorical_splits_are_refused_at_writing(booster: 
 def test_a_cycle_is_refused_at_writing(booster: xgboost.Booster, child: str) -> None:
     model = json.loads(bytes(booster.save_raw("json")))
     model["learner"]["gradient_booster"]["model"]["trees"][0][child][0] = 0
-    with pytest.raises(IntegrityError, match="depth"):
+    with pytest.raises(IntegrityError, match="too deep"):
         flatten_xgboost(json.dumps(model).encode())
