@@ -70,7 +70,7 @@ def test_the_factors_multiply_to_the_answer_over_the_closed_form(large_predictor
 
 
 @pytest.mark.parametrize("blend", [Blend(0.3, 1.7), Blend(0.0, 1.7), Blend(1.0, 1.7)])
-def test_they_do_so_in_a_blend_too(large_predictor, many_rows, blend: Blend) -> None:
+def test_the_factors_multiply_to_the_answer_in_any_blend(large_predictor, many_rows, blend: Blend) -> None:
     blended = dataclasses.replace(large_predictor, blend={"known": blend})
     query = many_rows[0].query
     factors = explain(query, blended).factors
@@ -80,20 +80,20 @@ def test_they_do_so_in_a_blend_too(large_predictor, many_rows, blend: Blend) -> 
         assert set(factors.values()) == {1.0}
 
 
-def test_in_a_regime_that_the_artifact_does_not_speak_of_nothing_is_learned(large_predictor, many_rows) -> None:
-    silent = dataclasses.replace(large_predictor, blend={})
-    assert set(explain(many_rows[0].query, silent).factors.values()) == {1.0}
+def test_in_a_regime_without_a_blend_all_factors_are_1(large_predictor, many_rows) -> None:
+    without_blend = dataclasses.replace(large_predictor, blend={})
+    assert set(explain(many_rows[0].query, without_blend).factors.values()) == {1.0}
 
 
-def test_what_decides_is_named(large_predictor, many_rows) -> None:
+def test_the_deciding_group_has_the_largest_factor(large_predictor, many_rows) -> None:
     # fp32 takes 1.5 and amp_fp16 2.5 times the closed form, and nothing else matters
-    told = {}
-    for seen in many_rows[:200]:
-        factors = explain(seen.query, large_predictor).factors
-        told[seen.measurement.precision] = factors
+    by_precision = {}
+    for observation in many_rows[:200]:
+        factors = explain(observation.query, large_predictor).factors
+        by_precision[observation.measurement.precision] = factors
         others = [abs(math.log(factors[group])) for group in ("network", "batch", "ranks and links", "implementation")]
         assert max(others) < abs(math.log(factors["precision"]))
-    assert told["fp32"]["precision"] < 1 < told["amp_fp16"]["precision"]
+    assert by_precision["fp32"]["precision"] < 1 < by_precision["amp_fp16"]["precision"]
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_parts_that_take_no_time_are_left_out(many_rows) -> None:
     assert {"host copy", "recomputation"} < set(explain(copied, None).closed_form_s)
 
 
-def test_without_a_predictor_nothing_is_learned(many_rows) -> None:
+def test_without_a_predictor_there_are_no_factors(many_rows) -> None:
     assert explain(many_rows[0].query, None).factors == {}
 
 
-def test_without_a_model_of_the_whole_the_factors_are_those_of_compute(measure) -> None:
+def test_without_a_total_stage_the_factors_are_those_of_compute(measure) -> None:
     rows = observe(measure())
     predictor = HierarchicalPredictor.fit(rows)
     query = rows[0].query
@@ -142,11 +142,11 @@ def test_a_predictor_read_from_files_explains_the_same(large_predictor, many_row
     loaded = HierarchicalPredictor.from_files({name: files[name] for name in ("predictor.json", "trees.npz")})
     query = many_rows[7].query
     assert explain(query, loaded) == explain(query, large_predictor)
-    # importances need the training library's own files, which an answer does without
+    # importances need the XGBoost files, which answers do not
     assert feature_importances(loaded) == {}
 
 
-def test_importances_are_shares_of_the_gain_with_what_decides_first(large_predictor) -> None:
+def test_importances_are_shares_of_the_gain_with_the_largest_first(large_predictor) -> None:
     shares = feature_importances(large_predictor)
     assert set(shares) == set(SETUP_FEATURES)
     assert sum(shares.values()) == pytest.approx(1.0)
@@ -155,9 +155,9 @@ def test_importances_are_shares_of_the_gain_with_what_decides_first(large_predic
 
 
 def test_an_explanation_is_plain_values(large_predictor, many_rows) -> None:
-    told = explain(many_rows[0].query, large_predictor).to_dict()
-    assert set(told) == {"closed_form_s", "factors"}
-    assert all(type(value) is float for part in told.values() for value in part.values())
+    values = explain(many_rows[0].query, large_predictor).to_dict()
+    assert set(values) == {"closed_form_s", "factors"}
+    assert all(type(value) is float for part in values.values() for value in part.values())
 
 
 # Contributions and gains of single forests, against XGBoost.
@@ -232,7 +232,7 @@ def test_trees_without_a_split_leave_all_to_the_expected_value() -> None:
     assert expected_value(forest) == pytest.approx(float(forest.predict(rows)[0]))
 
 
-def test_no_rows_give_no_contributions_and_odd_rows_are_refused(forest: FlatForest) -> None:
+def test_no_rows_give_no_contributions_and_rows_of_another_shape_are_refused(forest: FlatForest) -> None:
     assert path_contributions(forest, np.empty((0, FEATURES))).shape == (0, FEATURES)
     with pytest.raises(InputError, match="rows do not fit the trees"):
         path_contributions(forest, np.zeros((3, 2)))
@@ -240,7 +240,7 @@ def test_no_rows_give_no_contributions_and_odd_rows_are_refused(forest: FlatFore
         path_contributions(forest, np.zeros(FEATURES))
 
 
-def test_a_forest_without_covers_is_refused_with_the_way_out(booster: xgboost.Booster) -> None:
+def test_a_forest_without_covers_is_refused_with_the_fix(booster: xgboost.Booster) -> None:
     bare = flatten_xgboost(bytes(booster.save_raw("json")), keep_cover=False)
     with pytest.raises(InputError, match="keep_cover"):
         path_contributions(bare, draw_rows(rows=2, seed=0))

@@ -42,20 +42,25 @@ def test_a_dataclass_is_a_card_and_numbers_may_have_suffixes() -> None:
     )
 
 
-def test_a_card_says_what_it_assumed_and_takes_what_it_is_told() -> None:
+def test_a_card_reports_its_assumptions_and_keeps_given_values() -> None:
     bare = resolve_model({"params": 1e6, "forward_flops": 1e9})
     assert any("assumed a network of convolutions" in reason for reason in bare.reasons)
     assert (bare.workload.name, bare.workload.kind, bare.workload.walks) == ("my model", "cnn", None)
-    told = resolve_model(
+    given = resolve_model(
         {"params": 1e6, "forward_flops": 1e9, "kind": "language_decoder", "name": "bert_base"}
     ).workload
-    assert (told.kind, told.name, told.network, told.family) == ("language_decoder", "bert_base", "own:bert_base", "")
-    assert told.optimizer == "adamw"
-    assert told.convolution_flops_share == 0
+    assert (given.kind, given.name, given.network, given.family) == (
+        "language_decoder",
+        "bert_base",
+        "own:bert_base",
+        "",
+    )
+    assert given.optimizer == "adamw"
+    assert given.convolution_flops_share == 0
 
 
 @pytest.mark.parametrize(
-    ("card", "said"),
+    ("card", "message"),
     [
         ({}, "lacks params"),
         ({"params": 1e6}, "lacks forward_flops"),
@@ -74,8 +79,8 @@ def test_a_card_says_what_it_assumed_and_takes_what_it_is_told() -> None:
         (RESNET_50 | {"kind": "transformer"}, "unknown kind of model.*vision_transformer"),
     ],
 )
-def test_a_card_that_cannot_be_used_says_why(card: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_an_unusable_card_is_refused_with_the_reason(card: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         resolve_model(card)
 
 
@@ -88,6 +93,6 @@ def test_a_number_may_have_a_suffix(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "M", "-3", "1,000", "3 apples", "0x10", "nan"])
-def test_what_is_no_number_is_bad_input(text: str) -> None:
+def test_other_text_is_refused_as_a_number(text: str) -> None:
     with pytest.raises(InputError, match="is not a number"):
         parse_quantity("params", text)

@@ -1,4 +1,4 @@
-"""Conformal radii cover what they promise, regime by regime, and say when there are too few rows."""
+"""Conformal radii have their coverage, regime by regime, and too few rows are refused."""
 
 import math
 
@@ -80,13 +80,13 @@ def test_rows_of_many_small_regimes_give_one_radius_together() -> None:
     assert radii_by_regime(errors[:8], regimes[:8], level=0.9, order=ORDER) == {}
 
 
-def test_a_high_level_asks_for_more_rows_than_the_least_of_a_regime() -> None:
+def test_a_high_level_needs_more_rows_than_a_regime_does() -> None:
     errors, regimes = [0.1] * 60 + [0.3] * 200, ["near"] * 60 + ["far"] * 200
     assert fewest_rows(0.99) == 99
     assert radii_by_regime(errors, regimes, level=0.99, order=ORDER)["near"] == 0.3
 
 
-def test_the_order_is_that_of_the_training_domain_and_a_strange_regime_is_refused() -> None:
+def test_the_order_is_that_of_the_regimes_and_an_unknown_regime_is_refused() -> None:
     radii = radii_by_regime([0.1] * 60, ["known"] * 60, level=0.9)
     assert list(radii) == list(REGIMES)
     assert not any(math.isnan(radius) for radius in radii.values())

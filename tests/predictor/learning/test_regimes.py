@@ -1,4 +1,4 @@
-"""Each regime is one record: exactly one holds, and what it names exists."""
+"""Each regime is one record: exactly one holds, and the names in it exist."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ def test_exactly_one_regime_holds(distance: Distance) -> None:
 
 
 @pytest.mark.parametrize("regime", REGIMES.values(), ids=lambda regime: regime.name)
-def test_what_a_regime_names_exists(regime: Regime) -> None:
+def test_the_names_in_a_regime_exist(regime: Regime) -> None:
     assert set(regime.interval_splits) <= set(SPLITS)
     assert set(regime.covariances) <= set(COVARIANCES)
     if regime.plan is not None:
