@@ -100,9 +100,10 @@ def covariances_from_dict(values: Mapping[str, Any]) -> dict[str, ErrorCovarianc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
-    """Which pairs of rows a covariance is fitted on: rows of one group, by kind of group at most so many rows of each.
+    """Which pairs of rows a covariance is fitted on.
 
-    Errors of rows that differ in ``apart`` are taken as unrelated (a correlation of 0).
+    Both rows are of one group; ``groups`` gives, by kind of group, the most rows of each group that are paired. Errors
+    of rows that differ in ``apart`` are taken as unrelated (a correlation of 0).
     """
 
     groups: Mapping[str, int]
@@ -178,15 +179,13 @@ def predict_errors(
     *,
     covariances: Sequence[ErrorCovariance],
     row_deviations: Floats | None = None,
-    query_deviations: Floats | None = None,
 ) -> ErrorPrediction:
     """The best linear prediction of the log errors of ``queries`` from those of ``rows`` (query and log error).
 
     The covariance of two runs is, summed over ``covariances``, the product of their standard deviations and their
-    correlation. ``row_deviations`` has shape (covariances, rows) and ``query_deviations`` (covariances, queries); the
-    default is the root of each variance. Errors have mean 0 before any measurement, so where no row correlates with a
-    query its shift is 0 and its narrowing 1 (Henderson 1975; Rasmussen and Williams 2006, section 2.2). Raises
-    ``InputError`` for an error that is not finite.
+    correlation. ``row_deviations`` has shape (covariances, rows); the default is the root of each variance. Errors
+    have mean 0 before any measurement, so where no row correlates with a query its shift is 0 and its narrowing 1
+    (Henderson 1975; Rasmussen and Williams 2006, section 2.2). Raises ``InputError`` for an error that is not finite.
     """
     errors = np.array([error for _, error in rows], dtype=np.float64)
     if not np.isfinite(errors).all():
@@ -200,7 +199,6 @@ def predict_errors(
         errors=errors,
         covariances=covariances,
         row_deviations=row_deviations,
-        query_deviations=query_deviations,
     )
 
 
@@ -212,7 +210,6 @@ def predict_errors_at(
     errors: Floats,
     covariances: Sequence[ErrorCovariance],
     row_deviations: Floats | None = None,
-    query_deviations: Floats | None = None,
 ) -> ErrorPrediction:
     """``predict_errors`` for positions in ``comparison``: of rows with log ``errors``, and of queries."""
     if not len(rows):
@@ -220,9 +217,7 @@ def predict_errors_at(
         return ErrorPrediction(shift=np.zeros(count), narrowing=np.ones(count), weights=np.zeros((count, 0)))
     roots = np.array([math.sqrt(part.variance) for part in covariances])[:, None]
     of_rows = np.broadcast_to(roots, (len(covariances), len(rows))) if row_deviations is None else row_deviations
-    of_queries = (
-        np.broadcast_to(roots, (len(covariances), len(queries))) if query_deviations is None else query_deviations
-    )
+    of_queries = np.broadcast_to(roots, (len(covariances), len(queries)))
     within = comparison.compare(rows[:, None], rows[None, :])
     across = comparison.compare(queries[:, None], rows[None, :])
     covariance = np.zeros((len(rows), len(rows)))

@@ -43,35 +43,35 @@ def conformal_radius(log_errors: Sequence[float] | npt.NDArray[np.float64], *, l
 
 
 def radii_by_regime(
-    log_errors: Sequence[float] | npt.NDArray[np.float64],
-    regimes: Sequence[str],
-    *,
-    level: float,
-    order: Sequence[str] = tuple(REGIMES),
-    fewest: int = FEWEST_IN_REGIME,
+    log_errors: Sequence[float] | npt.NDArray[np.float64], regimes: Sequence[str], *, level: float
 ) -> dict[str, float]:
-    """A radius for each regime in ``order``, from the errors of its own rows (Mondrian: Vovk et al. 2005, ch. 4).
+    """A radius for each regime, from the errors of its own rows (Mondrian: Vovk et al. 2005, ch. 4).
 
-    ``regimes`` names the regime of each error; ``order`` goes from the narrowest to the widest. A regime with fewer
-    than ``fewest`` rows takes the radius of the next wider regime that has enough, or the largest radius where none is
-    wider. Where no regime has enough, all rows together give one radius; below ``fewest_rows(level)`` rows the result
-    is empty. Raises ``InputError`` for a regime that is not in ``order``.
+    ``regimes`` names the regime of each error. A regime with fewer than ``FEWEST_IN_REGIME`` rows takes the radius of
+    the next regime in ``REGIMES``, which goes from the narrowest to the widest, that has enough, or the largest radius
+    where none has. Where no regime has enough, all rows together give one radius; below ``fewest_rows(level)`` rows the
+    result is empty. Raises ``InputError`` for an unknown regime.
     """
     errors = np.asarray(log_errors, dtype=np.float64)
     labels = np.asarray(regimes, dtype=np.str_)
-    unknown = set(regimes) - set(order)
+    unknown = set(regimes) - set(REGIMES)
     if unknown:
-        raise InputError("unknown regime of a held-out row", got=", ".join(sorted(unknown)), expected=", ".join(order))
-    enough = max(fewest, fewest_rows(level))
-    counts = {regime: int((labels == regime).sum()) for regime in order}
+        raise InputError(
+            "unknown regime of a held-out row", got=", ".join(sorted(unknown)), expected=", ".join(REGIMES)
+        )
+    enough = max(FEWEST_IN_REGIME, fewest_rows(level))
     fitted = {
-        regime: conformal_radius(errors[labels == regime], level=level) for regime in order if counts[regime] >= enough
+        regime: conformal_radius(errors[labels == regime], level=level)
+        for regime in REGIMES
+        if (labels == regime).sum() >= enough
     }
     if not fitted:
-        return dict.fromkeys(order, conformal_radius(errors, level=level)) if len(errors) >= fewest_rows(level) else {}
+        return (
+            dict.fromkeys(REGIMES, conformal_radius(errors, level=level)) if len(errors) >= fewest_rows(level) else {}
+        )
     radii: dict[str, float] = {}
     wider = max(fitted.values())
-    for regime in reversed(order):
+    for regime in reversed(REGIMES):
         wider = fitted.get(regime, wider)
         radii[regime] = wider
-    return {regime: radii[regime] for regime in order}
+    return {regime: radii[regime] for regime in REGIMES}

@@ -163,7 +163,7 @@ _RECORDS = (
             ),
         ),
     ),
-    # the network and the GPU were measured, each with others
+    # the network and the GPU were measured, but not together
     Regime(
         name="new pair",
         holds=lambda distance: (

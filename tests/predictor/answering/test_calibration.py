@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import precision_time
 from precision_time.predictor.answering.answers import Answers, answer_queries
 from precision_time.predictor.answering.artifact import PublishedPredictor
 from precision_time.predictor.answering.calibration import Calibration, calibrate, load_calibration
@@ -315,8 +314,3 @@ def test_covariances_of_an_artifact_come_before_the_shipped_ones(published: Publ
         moved.append(float(after.parts.iteration_time_s[0] / before.parts.iteration_time_s[0]))
     assert moved[0] > 1.1
     assert moved[1] == pytest.approx(1.0, abs=0.01)
-
-
-def test_calibrate_is_offered_by_the_package() -> None:
-    assert precision_time.calibrate is calibrate
-    assert precision_time.Calibration is Calibration

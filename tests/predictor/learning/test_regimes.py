@@ -49,5 +49,5 @@ def test_a_new_record_is_all_that_a_new_regime_needs(monkeypatch: pytest.MonkeyP
     record = dataclasses.replace(REGIMES["known"], name="known twice", holds=lambda distance: False)
     monkeypatch.setitem(REGIMES, record.name, record)
     errors = [0.1] * 60 + [0.2] * 60
-    radii = radii_by_regime(errors, ["known"] * 60 + [record.name] * 60, level=0.9, order=tuple(REGIMES))
+    radii = radii_by_regime(errors, ["known"] * 60 + [record.name] * 60, level=0.9)
     assert radii[record.name] == pytest.approx(0.2)
