@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from precision_time.predictor.answering.artifact import PublishedPredictor, load_artifact
+from precision_time.predictor.answering.artifact import load_artifact
 from precision_time.predictor.learning import blending
 from precision_time.predictor.learning import boosting as learner
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
 from precision_time.predictor.rows.observations import Observation, observe
-from precision_time.storage.manifests import ArtifactManifest
 from precision_time.storage.schema import Measurement
 
 Factor = Callable[[Measurement], float]
@@ -65,13 +64,13 @@ def make_world() -> MakeWorld:
                 models, gpus, precisions, batches, world_sizes
             )
         ]
-        observations = []
-        for observation in observe(bare):
-            measured = observation.measurement
-            took_s = observation.closed.iteration_time_s * factor(measured) * math.exp(rng.gauss(0, noise))
-            measured = dataclasses.replace(measured, iteration_time_s=took_s)
-            observations.append(dataclasses.replace(observation, measurement=measured))
-        return observations
+        made = []
+        for seen in observe(bare):
+            took_s = seen.closed.iteration_time_s * factor(seen.measurement) * math.exp(rng.gauss(0, noise))
+            made.append(
+                dataclasses.replace(seen, measurement=dataclasses.replace(seen.measurement, iteration_time_s=took_s))
+            )
+        return made
 
     return make
 
@@ -90,7 +89,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def many_rows(make_world: MakeWorld) -> list[Observation]:
-    """1,440 rows of whole iterations: 1.5 times the closed form in fp32, 2.5 times in amp_fp16."""
+    """1,440 rows that tell whole iterations: 1.5 times the closed form in fp32, 2.5 times in amp_fp16."""
     return make_world(lambda measured: 1.5 if measured.precision == "fp32" else 2.5)
 
 
@@ -100,17 +99,6 @@ def large_predictor(many_rows: list[Observation]) -> HierarchicalPredictor:
     with pytest.MonkeyPatch.context() as patch:
         _fit_fast(patch)
         return HierarchicalPredictor.fit(many_rows)
-
-
-@pytest.fixture(scope="session")
-def as_published() -> Callable[[HierarchicalPredictor], PublishedPredictor]:
-    """Make a predictor look like the loaded artifact ``made-up@1``."""
-
-    def publish(predictor: HierarchicalPredictor) -> PublishedPredictor:
-        manifest = ArtifactManifest.model_construct(name="made-up", version=1, default_gpu="A100-SXM4-80GB")
-        return PublishedPredictor(manifest=manifest, predictor=predictor, workloads=(), hardware=())
-
-    return publish
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""predict_time answers from an artifact or by the closed forms, gives its reasons, and refuses unusable arguments."""
+"""predict_time answers on a bare install, from an artifact when there is one, and says which and why."""
 
 import contextlib
 import math
@@ -55,7 +55,7 @@ def test_an_artifact_answers_for_the_hardware_it_was_trained_on(registry, measur
     assert parts == pytest.approx(estimate.iteration_time_s)
 
 
-def test_other_hardware_is_answered_by_the_closed_forms_and_the_reasons_say_so(registry) -> None:
+def test_other_hardware_is_answered_by_the_closed_forms_and_said_so(registry) -> None:
     bare = predict_time("mlp", "fp32", batch_size=16, gpu="H100-SXM5-80GB")
     estimate = predict_time("mlp", "fp32", batch_size=16, gpu="H100-SXM5-80GB", artifact=f"{registry}/default")
     assert estimate.artifact_id is None
@@ -79,7 +79,7 @@ def test_a_question_that_no_split_resembles_gets_the_widest_interval_and_says_so
     assert any("widest" in reason for reason in estimate.reasons)
 
 
-def test_strict_refuses_questions_outside_the_training_data(registry) -> None:
+def test_strict_refuses_what_the_artifact_never_saw(registry) -> None:
     predict_time("mlp", "fp32", batch_size=16, artifact=f"{registry}/default", strict=True)
     for question in (
         {"model": "gpt2_mini"},
@@ -107,7 +107,7 @@ def test_the_environment_names_the_registry_or_the_artifact(registry, monkeypatc
     assert predict_time("mlp", "fp32", batch_size=16).artifact_id == "default@1"
 
 
-def test_the_reasons_name_a_registry_without_a_default_and_a_named_artifact_must_exist(tmp_path, monkeypatch) -> None:
+def test_a_registry_without_a_default_is_said_and_a_named_artifact_must_exist(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PRECISION_TIME_REGISTRY", str(tmp_path))
     estimate = predict_time("mlp", "fp32", batch_size=16)
     assert any("holds no artifact called 'default'" in reason for reason in estimate.reasons)
@@ -115,7 +115,7 @@ def test_the_reasons_name_a_registry_without_a_default_and_a_named_artifact_must
         predict_time("mlp", "fp32", batch_size=16, artifact=f"{tmp_path}/other@champion")
 
 
-def test_an_artifact_with_a_changed_byte_is_refused(registry, tmp_path) -> None:
+def test_a_changed_byte_is_refused_and_never_answers(registry, tmp_path) -> None:
     import shutil
 
     copy = tmp_path / "copy"
@@ -141,7 +141,7 @@ def test_job_totals_count_steps_or_epochs_and_multiply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("job", "says"),
     [
         ({"steps": 10, "epochs": 2, "dataset_size": 100}, "given twice"),
         ({"epochs": 2}, "size of the data"),
@@ -169,8 +169,8 @@ def test_job_totals_count_steps_or_epochs_and_multiply() -> None:
         ({"precision": True}, "precision"),
     ],
 )
-def test_an_unusable_argument_is_refused_by_name(job: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_a_number_that_makes_no_sense_is_refused_by_name(job: dict, says: str) -> None:
+    with pytest.raises(InputError, match=says):
         predict_time(**({"model": "resnet50", "precision": "fp32", "batch_size": 32} | job))
 
 
@@ -206,7 +206,7 @@ def test_the_network_between_nodes_decides_whether_a_second_node_pays() -> None:
         per_sample("25", 16)
 
 
-def test_a_device_of_a_hardware_file_is_answered_for(tmp_path) -> None:
+def test_a_device_of_ones_own_file_is_answered_for(tmp_path) -> None:
     figures = {
         "memory_bytes": 24_000_000_000, "memory_bytes_per_s": 1e12, "gpus_per_node": 4, "link_bytes_per_s": 31.5e9,
         "network_bytes_per_s": 12.5e9, "all_reduce_latency_s": 50e-6, "launch_overhead_s": 6e-6,

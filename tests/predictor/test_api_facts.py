@@ -1,4 +1,4 @@
-"""The arguments of predict_time on layout, input and script, and its explanations."""
+"""What predict_time may be told beside model, precision and batch: layout, input and script; and how it explains."""
 
 import contextlib
 import dataclasses
@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from precision_time import predict_time
 from precision_time.predictor import api
-from precision_time.predictor.answering.artifact import StandingArtifact
+from precision_time.predictor.answering.artifact import PublishedPredictor, StandingArtifact
 from precision_time.predictor.learning.blending import Blend
 from precision_time.storage.errors import InputError, UnknownNameError
+from precision_time.storage.manifests import ArtifactManifest
 
 pytestmark = pytest.mark.usefixtures("nothing_published")
 
@@ -53,7 +54,7 @@ def test_a_strategy_changes_the_answer_as_its_closed_form_does() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["tp3", "tp4-pp4", "tp0", "sideways", "tp4-tp2"])
-def test_degrees_that_are_unusable_or_do_not_fill_the_gpus_are_refused(strategy: str) -> None:
+def test_degrees_that_do_not_fill_the_gpus_or_are_none_are_refused(strategy: str) -> None:
     with pytest.raises(InputError):
         predict_time("llama2_7b", "bf16", gpus=8, batch_size=2, strategy=strategy)
 
@@ -68,16 +69,14 @@ def test_another_input_takes_another_time(model: str, usual: str, other: str) ->
     assert ask(int(other)) == ask(other)
 
 
-def test_an_input_without_a_size_is_refused() -> None:
+def test_an_input_that_names_no_size_is_refused() -> None:
     with pytest.raises(InputError, match="names no size"):
         predict_time("resnet50", "fp32", batch_size=32, task_input="large")
 
 
 def test_activations_computed_again_cost_a_forward_pass() -> None:
-    def ask(checkpointing: str | None) -> dict[str, float]:
-        estimate = predict_time(
-            "bert_base", "fp32", batch_size=32, activation_checkpointing=checkpointing, explain=True
-        )
+    def ask(kept: str | None) -> dict[str, float]:
+        estimate = predict_time("bert_base", "fp32", batch_size=32, activation_checkpointing=kept, explain=True)
         assert estimate.explanation is not None
         return estimate.explanation["closed_form_s"] | {"all": estimate.iteration_time_s}
 
@@ -88,44 +87,49 @@ def test_activations_computed_again_cost_a_forward_pass() -> None:
     assert plain["all"] < selective["all"] < full["all"]
 
 
-@pytest.mark.parametrize("checkpointing", ["some", "", "FULL", True])
-def test_unknown_checkpointing_is_refused_with_the_choices(checkpointing: object) -> None:
+@pytest.mark.parametrize("kept", ["some", "", "FULL", True])
+def test_unknown_checkpointing_is_refused_with_the_choices(kept: object) -> None:
     with pytest.raises(UnknownNameError, match="activation checkpointing") as caught:
-        predict_time("bert_base", "fp32", batch_size=32, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+        predict_time("bert_base", "fp32", batch_size=32, activation_checkpointing=kept)  # type: ignore[arg-type]
     assert set(caught.value.nearest) == {"none", "selective", "full"}
 
 
 @pytest.mark.parametrize("compiled", ["yes", 1, 2.0])
-def test_compiled_is_true_false_or_none(compiled: object) -> None:
+def test_compiled_is_yes_no_or_unsaid(compiled: object) -> None:
     with pytest.raises(InputError, match="compiled"):
         predict_time("resnet50", "fp32", batch_size=32, compiled=compiled)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def ask_large(large_predictor, as_published, monkeypatch: pytest.MonkeyPatch):
+def ask_large(large_predictor, monkeypatch: pytest.MonkeyPatch):
     """Ask a predictor with a model of whole iterations, published with the given blend."""
 
-    def ask(model: str = "resnet50", *, blend: dict[str, Blend] | None = None, **facts):
-        published = as_published(dataclasses.replace(large_predictor, blend=blend or large_predictor.blend))
+    def ask(model: str = "resnet50", *, blend: dict[str, Blend] | None = None, **told):
+        published = PublishedPredictor(
+            manifest=ArtifactManifest.model_construct(name="large", version=2, default_gpu="A100-SXM4-80GB"),
+            predictor=dataclasses.replace(large_predictor, blend=blend or large_predictor.blend),
+            workloads=(),
+            hardware=(),
+        )
         monkeypatch.setattr(api, "standing_artifact", lambda: StandingArtifact(published, "it is the only one"))
-        return predict_time(model, **{"precision": "fp32", "batch_size": 16} | facts)
+        return predict_time(model, **{"precision": "fp32", "batch_size": 16} | told)
 
     return ask
 
 
-def test_the_facts_of_the_script_reach_the_trees(ask_large, large_predictor, monkeypatch) -> None:
-    recorded = []
+def test_what_is_said_of_the_script_reaches_the_trees(ask_large, large_predictor, monkeypatch) -> None:
+    asked = []
     predict = type(large_predictor).predict
 
-    def record(self, queries, blends=None):
-        recorded.extend(queries)
+    def overhear(self, queries, blends=None):
+        asked.extend(queries)
         return predict(self, queries, blends)
 
-    monkeypatch.setattr(type(large_predictor), "predict", record)
+    monkeypatch.setattr(type(large_predictor), "predict", overhear)
     ask_large(compiled=True, activation_checkpointing="full")
     ask_large(compiled=False)
     ask_large(gpus=8, strategy="tp2-zero1")
-    rows = [query.row for query in recorded]
+    rows = [query.row for query in asked]
     assert [row["compiled"] for row in rows[:2]] == [1.0, 0.0]
     assert rows[0]["checkpointing"] == 2.0
     assert math.isnan(rows[1]["checkpointing"])
@@ -142,7 +146,7 @@ def test_an_explanation_multiplies_up_to_the_answer(ask_large) -> None:
     assert ask_large().explanation is None
 
 
-def test_the_closed_forms_alone_have_no_factors() -> None:
+def test_by_the_closed_forms_alone_nothing_is_learned() -> None:
     estimate = predict_time("resnet50", "fp32", batch_size=32, explain=True)
     assert estimate.explanation is not None
     assert estimate.explanation["factors"] == {}
@@ -150,7 +154,7 @@ def test_the_closed_forms_alone_have_no_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "subject"),
+    ("told", "subject"),
     [
         ({"model": "gnmt"}, "gnmt"),
         ({"model": "resnet18"}, "resnet18"),
@@ -159,10 +163,10 @@ def test_the_closed_forms_alone_have_no_factors() -> None:
         ({"gpus": 64}, "64 ranks"),
     ],
 )
-def test_the_subject_that_an_artifact_has_no_answer_for_is_named(ask_large, facts: dict, subject: str) -> None:
-    estimate = ask_large(**facts, blend={"known": Blend(1.0, 1.0)})
+def test_what_an_artifact_does_not_speak_of_is_named(ask_large, told: dict, subject: str) -> None:
+    estimate = ask_large(**told, blend={"known": Blend(1.0, 1.0)})
     assert estimate.artifact_id is None
-    assert any(f"made-up@1 has no answer for {subject}:" in reason for reason in estimate.reasons)
+    assert any(f"large@2 has no answer for {subject}:" in reason for reason in estimate.reasons)
 
 
 anything = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers()))
@@ -185,7 +189,7 @@ def test_any_facts_give_a_positive_time_or_a_named_error(**facts) -> None:
 def test_a_pipeline_divides_the_batch_of_a_step_into_micro_steps() -> None:
     question = {"model": "llama3_8b", "precision": "bf16", "gpu": "H100", "gpus": 8, "strategy": "pp8"}
     at_once = predict_time(**question, batch_size=32)
-    divided = predict_time(**question, batch_size=1, gradient_accumulation_steps=32)
-    assert at_once.iteration_time_s == divided.iteration_time_s
-    assert at_once.global_batch_size == divided.global_batch_size == 32
+    told = predict_time(**question, batch_size=1, gradient_accumulation_steps=32)
+    assert at_once.iteration_time_s == told.iteration_time_s
+    assert at_once.global_batch_size == told.global_batch_size == 32
     assert any("assumed 32 micro-steps" in reason for reason in at_once.reasons)
