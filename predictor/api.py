@@ -185,16 +185,10 @@ def _compose(
 ) -> TimeEstimate:
     """The estimate for one query: parts, interval, memory, totals and reasons."""
     setup, published = question.setup, standing.published
-    iteration, low, high = (
-        float(values[0]) for values in (answers.parts.iteration_time_s, answers.low_s, answers.high_s)
-    )
+    parts = answers.parts
+    iteration, low, high = (float(values[0]) for values in (parts.iteration_time_s, answers.low_s, answers.high_s))
     compute, communication, exposed = (
-        float(values[0])
-        for values in (
-            answers.parts.compute_time_s,
-            answers.parts.communication_time_s,
-            answers.parts.exposed_communication_s,
-        )
+        float(values[0]) for values in (parts.compute_time_s, parts.communication_time_s, parts.exposed_communication_s)
     )
     memory = estimate_memory(setup)
     memory_warning = explain_memory(setup, memory)

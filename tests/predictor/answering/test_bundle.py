@@ -12,6 +12,7 @@ import pytest
 
 from precision_time import predict_time
 from precision_time.predictor.answering.artifact import BUNDLE, load_bundled, zoo_digest
+from precision_time.storage.manifests import ArtifactManifest
 
 pytestmark = pytest.mark.bundle
 
@@ -25,6 +26,13 @@ def _no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PRECISION_TIME_ARTIFACT", "PRECISION_TIME_REGISTRY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+
+
+@pytest.fixture
+def manifest() -> ArtifactManifest:
+    bundled = load_bundled()
+    assert bundled is not None
+    return bundled.manifest
 
 
 def test_the_call_of_the_readme_is_answered_by_the_bundle() -> None:
@@ -42,10 +50,7 @@ def test_it_is_smaller_than_five_megabytes_and_holds_the_serving_files() -> None
     assert {path.name for path in files} == {"manifest.json", "predictor.json", "trees.npz", "report.md"}
 
 
-def test_its_manifest_and_report_name_its_data_and_its_limits() -> None:
-    bundled = load_bundled()
-    assert bundled is not None
-    manifest = bundled.manifest
+def test_its_manifest_and_report_name_its_data_and_its_limits(manifest: ArtifactManifest) -> None:
     table = (BUNDLE.parent / "measurements.parquet").read_bytes()
     assert manifest.zoo_sha256 == zoo_digest()
     assert manifest.training_data_sha256 == hashlib.sha256(table).hexdigest()
@@ -57,10 +62,7 @@ def test_its_manifest_and_report_name_its_data_and_its_limits() -> None:
     assert manifest.zoo_sha256 in limits
 
 
-def test_its_errors_are_listed_by_precision() -> None:
-    bundled = load_bundled()
-    assert bundled is not None
-    manifest = bundled.manifest
+def test_its_errors_are_listed_by_precision(manifest: ArtifactManifest) -> None:
     assert set(manifest.accuracy_by_precision) == set(manifest.precisions)
     methods = manifest.accuracy["configuration"]
     for method, metrics in methods.items():
@@ -70,10 +72,8 @@ def test_its_errors_are_listed_by_precision() -> None:
         assert mean == pytest.approx(metrics["mape"])
 
 
-def test_its_intervals_have_their_coverage_on_every_split() -> None:
-    bundled = load_bundled()
-    assert bundled is not None
-    coverage = {split: methods["predictor"]["coverage"] for split, methods in bundled.manifest.accuracy.items()}
+def test_its_intervals_have_their_coverage_on_every_split(manifest: ArtifactManifest) -> None:
+    coverage = {split: methods["predictor"]["coverage"] for split, methods in manifest.accuracy.items()}
     # More than a quarter of the rows on many GPUs are contest entries, tuned as no row that was trained on is.
     covered = {"row", "configuration", "source-model-gpu", "leave-model-out", "leave-family-out", "leave-gpu-out",
                "scale without MLPerf"}  # fmt: skip
@@ -81,10 +81,8 @@ def test_its_intervals_have_their_coverage_on_every_split() -> None:
     assert (coverage["scale"] or 0.0) > 0.8
 
 
-def test_it_beats_every_baseline_on_every_split() -> None:
-    bundled = load_bundled()
-    assert bundled is not None
-    for split, methods in bundled.manifest.accuracy.items():
+def test_it_beats_every_baseline_on_every_split(manifest: ArtifactManifest) -> None:
+    for split, methods in manifest.accuracy.items():
         errors = {method: metrics["mape"] for method, metrics in methods.items()}
         assert min(errors, key=lambda method: errors[method] or math.inf) == "predictor", split
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xgboost
 
-from precision_time.predictor.learning.hierarchy import STAGE_FEATURES, HierarchicalPredictor
+from precision_time.predictor.learning.hierarchy import STAGE_FEATURES, HierarchicalPredictor, closed_parts
 from precision_time.predictor.rows.features import feature_matrix
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.storage.errors import InputError, IntegrityError, UnknownNameError
@@ -57,12 +57,9 @@ def test_single_rank_rows_alone_leave_communication_to_the_closed_form(measure) 
     assert set(predictor.forests) == {"compute"}
     wide = observe(measure(world_sizes=(2,)))
     parts = predict(predictor, wide)
-    np.testing.assert_allclose(
-        parts.communication_time_s, [observation.closed.communication_time_s for observation in wide]
-    )
-    np.testing.assert_allclose(
-        parts.exposed_communication_s, [observation.closed.exposed_communication_s for observation in wide]
-    )
+    closed = closed_parts([observation.query for observation in wide])
+    np.testing.assert_allclose(parts.communication_time_s, closed.communication_time_s)
+    np.testing.assert_allclose(parts.exposed_communication_s, closed.exposed_communication_s)
 
 
 def test_the_same_rows_and_seed_give_the_same_trees(rows, predictor) -> None:

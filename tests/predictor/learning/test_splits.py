@@ -145,13 +145,8 @@ def test_only_splits_with_something_to_leave_out_are_feasible(measure) -> None:
 
 def test_rows_pair_up_only_where_nothing_but_precision_differs(rows) -> None:
     first = rows[0]
-    other = next(
-        observation
-        for observation in rows
-        if same_but_precision(observation) == same_but_precision(first) and observation is not first
-    )
-    assert other.setup.precision != first.setup.precision
-    assert sum(same_but_precision(observation) == same_but_precision(first) for observation in rows) == 2
+    pair = [row for row in rows if same_but_precision(row) == same_but_precision(first)]
+    assert len({row.setup.precision.name for row in pair}) == len(pair) == 2
     elsewhere = replace(first, measurement=replace(first.measurement, source="elsewhere"))
     assert same_but_precision(elsewhere) != same_but_precision(first)
 
