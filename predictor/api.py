@@ -13,8 +13,9 @@ from precision_time.predictor.answering.artifact import (
 )
 from precision_time.predictor.answering.calibration import interpret_measured
 from precision_time.predictor.answering.estimate import TimeEstimate
-from precision_time.predictor.answering.explain import explain_query, explain_time, judge_answer
+from precision_time.predictor.answering.explain import explain_query
 from precision_time.predictor.answering.question import JobLength, Question, plan_length, resolve_question
+from precision_time.predictor.answering.reasons import explain_origin, explain_time
 from precision_time.predictor.closed_form.memory import estimate_memory, explain_memory
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.setup.precision import Precision
@@ -64,13 +65,13 @@ def predict_time(
         gradient_accumulation_steps: micro-steps in one optimizer step; 1 by default.
         strategy: ``ddp`` (the default), ``fsdp``, ``zero1`` to ``zero3``, or degrees such as ``tp4-pp8``; the rest of
             the GPUs are replicas, each with ``batch_size``.
-        task_input: another resolution or sequence length than the model's usual one, such as ``384``; usual by default.
+        task_input: another resolution or sequence length than the model's usual one, the default, such as ``384``.
         sample_input: for a module: a tensor of shape [batch, ...], a tuple or dict of tensors, or a shape such as
             ``3x224x224`` or ``tokens:512``; None by default.
-        loss: for a module whose output is no loss: a function from the output to a scalar; None by default.
+        loss: for a module whose output is not a loss: a function from the output to a scalar; None by default.
         activation_checkpointing: ``none``, ``selective`` or ``full``; None (the default) where it is not known.
         compiled: whether the step is compiled; None (the default) where it is not known.
-        steps: optimizer steps of the job; None by default, and there are no totals.
+        steps: optimizer steps of the job; None by default, which gives no totals.
         epochs: epochs of the job, in place of ``steps``; needs ``dataset_size``; None by default.
         dataset_size: samples in the data set; None by default.
         network_bandwidth: the network of one node in one direction, with its unit: ``25 Gbit/s``; by default that of
@@ -78,25 +79,24 @@ def predict_time(
         hardware_file: TOML file of devices that are not shipped, in the form of ``predictor/data/gpus.toml``; none by
             default.
         artifact: a published predictor, such as ``s3://bucket/artifacts/default@champion`` or
-            ``/data/registry/default@3``. By default ``PRECISION_TIME_ARTIFACT``, the configuration file and the
-            configured registry are asked in this order, and else the artifact that comes with the package answers. A
-            process loads each artifact once.
+            ``/data/registry/default@3``. The default is the first that is found in ``PRECISION_TIME_ARTIFACT``, the
+            configuration file, the configured registry and the package. A process loads each artifact once.
         refresh: ask the artifact's registry again; False by default. When a remote registry does not answer, the copy
-            on this machine answers and ``reasons`` say so; with ``refresh`` that is an error.
-        measured: iterations that you timed, of this model or on this GPU: rows (a row without a model is of this one),
-            a file of rows, or a calibration; see ``calibrate``. They correct the answer and its interval. None by
+            on this machine answers and ``reasons`` say so; with ``refresh`` this is an error.
+        measured: iterations that you timed, of this model or on this GPU, which correct the answer and its interval:
+            rows (a row without a model is of this one), a file of rows, or a calibration; see ``calibrate``. None by
             default.
         strict: refuse to answer outside the training data; False by default.
         explain: add the closed form by part and the learned factors as ``explanation``; False by default.
-        allow_fallback: where the device lacks ``precision``, answer for the nearest one it has, named by
-            ``effective_precision`` and ``reasons``; False by default.
+        allow_fallback: where the device lacks ``precision``, answer for the nearest precision that it has, which
+            ``effective_precision`` and ``reasons`` name; False by default.
 
     Returns:
         A ``TimeEstimate``: times in seconds, with an interval, the regime and the reasons.
 
     Raises:
         UnknownNameError: a model, GPU or precision that is not known, with the nearest names.
-        InputError: a number that makes no sense.
+        InputError: an argument that cannot be used.
         PrecisionUnsupportedError: the device lacks the precision, and no fallback is allowed.
         OutOfDomainError: with ``strict``, a question outside the training data.
         IntegrityError: an artifact that differs from what was published.
@@ -145,19 +145,19 @@ def predict_time(
             published, workloads=(workload,), hardware=question.described_hardware, asked=workload
         )
         answers = calibration.correct([query], answers)
-    judged = judge_answer(answers, published, query.setup, why=standing.why)
-    if strict and (answers.regimes[0].gaps or judged):
+    origin_reasons = explain_origin(answers, published, query.setup, why=standing.why)
+    if strict and (answers.regimes[0].gaps or origin_reasons):
         raise OutOfDomainError(
             "the question is outside the training data",
-            got=f"regime {answers.regimes[0].name!r}: {'; '.join(judged)}",
+            got=f"regime {answers.regimes[0].name!r}: {'; '.join(origin_reasons)}",
             expected="a measured configuration: the model on this GPU, its batch sizes, precision and number of GPUs",
             fix="measure it in a campaign, or leave strict out",
         )
-    return _compose(question, length, query, answers, standing, judged, epochs=epochs, explain=explain)
+    return _compose(question, length, query, answers, standing, origin_reasons, epochs=epochs, explain=explain)
 
 
 def _choose_artifact(artifact: str | None, *, refresh: bool) -> StandingArtifact:
-    """The artifact that answers: the named one, or the standing one."""
+    """The artifact that answers: the named one, else the standing one."""
     if refresh:
         refresh_artifacts()
     standing = standing_artifact() if artifact is None else StandingArtifact(load_artifact(str(artifact)), "")
@@ -178,23 +178,17 @@ def _compose(
     query: Query,
     answers: Answers,
     standing: StandingArtifact,
-    judged: list[str],
+    origin_reasons: list[str],
     *,
     epochs: float | None,
     explain: bool,
 ) -> TimeEstimate:
-    """The estimate of the one query: parts, interval, memory, totals and reasons."""
+    """The estimate for one query: parts, interval, memory, totals and reasons."""
     setup, published = question.setup, standing.published
-    iteration, low, high = (
-        float(values[0]) for values in (answers.parts.iteration_time_s, answers.low_s, answers.high_s)
-    )
+    parts = answers.parts
+    iteration, low, high = (float(values[0]) for values in (parts.iteration_time_s, answers.low_s, answers.high_s))
     compute, communication, exposed = (
-        float(values[0])
-        for values in (
-            answers.parts.compute_time_s,
-            answers.parts.communication_time_s,
-            answers.parts.exposed_communication_s,
-        )
+        float(values[0]) for values in (parts.compute_time_s, parts.communication_time_s, parts.exposed_communication_s)
     )
     memory = estimate_memory(setup)
     memory_warning = explain_memory(setup, memory)
@@ -203,7 +197,7 @@ def _compose(
         predictor = published.predictor if published else None
         explanation = explain_query(query, predictor=predictor, blend=answers.blends[0]).to_dict()
 
-    def times(count: int | None, seconds: float) -> float | None:
+    def repeat(count: int | None, seconds: float) -> float | None:
         return None if count is None else count * seconds
 
     return TimeEstimate(
@@ -230,7 +224,7 @@ def _compose(
             *question.model_reasons,
             *filter(None, [standing.remark]),
             *question.assumptions,
-            *judged,
+            *origin_reasons,
             *explain_time(setup, query.closed, exposed_share=exposed / iteration),
         ),
         memory_bytes=memory.total_bytes,
@@ -239,9 +233,9 @@ def _compose(
         artifact_id=published.manifest.artifact_id if published is not None and answers.by_artifact[0] else None,
         steps=length.steps,
         epochs=epochs,
-        total_time_s=times(length.steps, iteration),
-        total_low_s=times(length.steps, low),
-        total_high_s=times(length.steps, high),
-        epoch_time_s=times(length.steps_per_epoch, iteration),
+        total_time_s=repeat(length.steps, iteration),
+        total_low_s=repeat(length.steps, low),
+        total_high_s=repeat(length.steps, high),
+        epoch_time_s=repeat(length.steps_per_epoch, iteration),
         explanation=explanation,
     )

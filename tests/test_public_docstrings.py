@@ -1,4 +1,4 @@
-"""What users import explains each argument on a line of its own, and its examples run."""
+"""Public functions document each argument on its own line, and their examples run."""
 
 import doctest
 import inspect

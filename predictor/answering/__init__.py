@@ -1,1 +1,1 @@
-"""From one question to one answer: which artifact answers, what it says, how measured rows correct it, why."""
+"""From one question to one answer: the artifact, the answer, its correction by measured rows, its reasons."""

@@ -24,10 +24,10 @@ CLOSED_FORM_LEVEL = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """One answer a query; arrays have shape (queries,).
+    """One answer for each query; arrays have shape (queries,).
 
     ``low_s`` and ``high_s`` bound the iteration time at ``level``. ``regimes`` say how far each query is from the
-    training data, ``gaps`` list in words what the data lacks, and ``blends`` weigh the trees against the closed forms.
+    training data, ``gaps`` what the data lacks, and ``blends`` weigh the trees against the closed forms.
     """
 
     parts: PredictedParts
@@ -37,23 +37,22 @@ class Answers:
     regimes: tuple[Regime, ...]
     gaps: tuple[tuple[str, ...], ...]
     blends: tuple[Blend, ...]
-    #: whether the interval was fitted for such a query; else it is the widest
+    #: whether the interval was fitted for such a query; otherwise it is the widest
     has_own_interval: npt.NDArray[np.bool_]
-    #: in words, which measured rows corrected each answer; empty without measured rows
+    #: which measured rows corrected each answer; empty without measured rows
     corrections: tuple[str, ...] = ()
 
     @property
     def by_artifact(self) -> npt.NDArray[np.bool_]:
-        """Whether the trees have any weight; else the closed forms answer."""
+        """Whether the trees have any weight; otherwise the closed forms answer."""
         return np.array([blend.weight > 0 for blend in self.blends], dtype=np.bool_)
 
 
 def answer_queries(queries: Sequence[Query], *, published: PublishedPredictor | None) -> Answers:
-    """The answer of ``published`` to each query, with the interval of its regime; without one, the closed forms.
+    """The answer of ``published`` to each query, with the interval of its regime; that of the closed forms without it.
 
     The interval of a regime is fitted for questions with no gaps beyond those that define the regime. A query with more
-    gaps gets the widest interval there is, and so does one that the closed forms answer: their interval is a rule of
-    thumb.
+    gaps gets the widest interval, and so does a query that the closed forms answer: their interval is a rule of thumb.
     """
     if published is None:
         return _answer_by_closed_forms(queries)
@@ -63,8 +62,8 @@ def answer_queries(queries: Sequence[Query], *, published: PublishedPredictor | 
     blends = tuple(predictor.blend_of(query.setup, regime) for query, regime in zip(queries, regimes, strict=True))
     has_own_interval = np.array(
         [
-            blend.weight > 0 and regime.name in predictor.radii and len(found_gaps) <= regime.gaps
-            for regime, found_gaps, blend in zip(regimes, gaps, blends, strict=True)
+            blend.weight > 0 and regime.name in predictor.radii and len(query_gaps) <= regime.gaps
+            for regime, query_gaps, blend in zip(regimes, gaps, blends, strict=True)
         ],
         dtype=np.bool_,
     )

@@ -1,4 +1,4 @@
-"""A published predictor in memory: which registry and version it came from, its trees, cards and hardware."""
+"""Published predictors: which one answers, how it is loaded and verified, and how one is packed."""
 
 import functools
 import hashlib
@@ -36,12 +36,12 @@ __all__ = [
 
 #: The name under which retraining publishes and ``predict_time`` looks when no other is given.
 DEFAULT_NAME = "default"
-#: The artifact that comes with the package: the one version in this folder, which has the shape of a registry's.
-#: Opened by its path, so that it passes the checks of any other artifact.
+#: The artifact that comes with the package, in a folder of the same form as in a registry. It is opened by its path, so
+#: that it passes the same checks as any other artifact.
 BUNDLE = shipped_path("bundled")
-#: Of the zoo, what the networks that were trained on had in it: answers where another zoo is installed.
+#: The zoo's walks of the networks that the artifact was trained on, used where another zoo is installed.
 WALKS = "walks.parquet"
-#: What of an artifact answers; an artifact may lack the last three. What else it holds is for people and later gates.
+#: The files that answers need; an artifact may lack the last three. Its other files are for people and later gates.
 SERVING_FILES = ("predictor.json", "trees.npz", "workloads.json", "hardware.json", WALKS)
 
 
@@ -49,8 +49,8 @@ SERVING_FILES = ("predictor.json", "trees.npz", "workloads.json", "hardware.json
 class PublishedPredictor:
     """A verified artifact, ready to answer.
 
-    ``notes`` are reasons that every answer of it carries: where it came from, and what does not fit this installation.
-    ``is_current`` is False where its registry did not answer and an earlier copy stands in.
+    Each of its answers carries ``notes`` among its reasons: where the artifact came from, and what does not fit this
+    installation. ``is_current`` is False where its registry did not answer and an earlier copy is used.
     """
 
     manifest: ArtifactManifest
@@ -66,7 +66,7 @@ def pack_artifact(
 ) -> dict[str, bytes]:
     """The files an artifact needs to answer: the predictor's, and the cards and hardware that campaigns measured.
 
-    Cards and hardware that the package ships are found without the artifact, so there may be none to write.
+    Cards and hardware that the package ships need not be packed.
     """
     cards = {
         "workloads.json": [card.to_dict() for card in workloads],
@@ -81,16 +81,16 @@ def _encode(records: list[dict[str, Any]]) -> bytes:
 
 
 def _parse(data: bytes, name: str) -> Any:
-    """The JSON document ``name``, of finite numbers: NaN or 1e400 would go through to the answer."""
+    """The JSON document ``name``, of finite numbers only: NaN or 1e400 would reach the answer."""
 
     def refuse(text: str) -> float:
-        raise ValueError(f"{text} is not a number")
+        raise ValueError(f"{text} is not a finite number")
 
-    def finite(text: str) -> float:
+    def parse_finite(text: str) -> float:
         return value if math.isfinite(value := float(text)) else refuse(text)
 
     try:
-        return json.loads(data, parse_constant=refuse, parse_float=finite)
+        return json.loads(data, parse_constant=refuse, parse_float=parse_finite)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
             f"{name} of the artifact cannot be read", got=repr(error), expected="JSON of finite numbers"
@@ -109,26 +109,26 @@ def _decode(files: Mapping[str, bytes], name: str) -> list[dict[str, Any]]:
 
 
 def split_reference(reference: str) -> tuple[str | None, str]:
-    """``url/name@version`` as (url, ``name@version``); the url is None when only a name is given."""
+    """``url/name`` as (url, name); the url is None when only a name is given."""
     url, slash, name = reference.rpartition("/")
     return (url or "/") if slash else None, name
 
 
 @functools.cache
 def zoo_digest() -> str:
-    """SHA-256 of the zoo that is installed: what the features of named models come from."""
+    """SHA-256 of the installed zoo, from which the features of named models come."""
     return hashlib.sha256(shipped_bytes("zoo.parquet")).hexdigest()
 
 
 @functools.lru_cache(maxsize=4)
 def load_artifact(reference: str) -> PublishedPredictor:
-    """Load and verify ``reference``: ``name``, ``name@3`` or ``name@alias``, with the registry's URL before it or
-    taken from ``PRECISION_TIME_REGISTRY`` or the configuration file; ``bundled`` is what comes with the package.
+    """Load and verify ``reference``: ``name``, ``name@3`` or ``name@alias``, also with a registry's URL before it.
 
-    The artifact stays in memory until ``refresh_artifacts``, also when an alias moves. A remote registry that does not
-    answer is stood in for by the copy on this machine, see ``artifact_cache.fetch_artifact``; ``notes`` say so. Raises
-    ``NotFoundError`` when there is no such artifact, ``IntegrityError`` when a file is not what was published,
-    ``UnreachableError`` when the registry does not answer and there is no copy.
+    The default registry is that of ``PRECISION_TIME_REGISTRY`` or the configuration file. ``bundled`` is the artifact
+    that comes with the package. The artifact stays in memory until ``refresh_artifacts``, also when an alias moves.
+    Where a remote registry does not answer, the copy on this machine is used (``artifact_cache.fetch_artifact``), and
+    ``notes`` say so. Raises ``NotFoundError`` when there is no such artifact, ``IntegrityError`` when a file differs
+    from what was published, ``UnreachableError`` when the registry does not answer and there is no copy.
     """
     url, name = split_reference(reference)
     if url is None and name.partition("@")[0] == BUNDLE.name:
@@ -138,7 +138,7 @@ def load_artifact(reference: str) -> PublishedPredictor:
                 "this artifact does not come with the package",
                 got=name,
                 expected="no bundled artifact at all" if bundled is None else bundled.manifest.artifact_id,
-                fix=f"write {BUNDLE.name} for the one that does",
+                fix=f"write {BUNDLE.name} for the artifact that does",
             )
         return bundled
     url = url or configured_registry_url()
@@ -153,14 +153,14 @@ def load_artifact(reference: str) -> PublishedPredictor:
 
 
 def refresh_artifacts() -> None:
-    """Forget what was loaded, so that the next question asks its registry for the newest version."""
+    """Forget the loaded artifacts, so that the next question asks its registry for the newest version."""
     load_artifact.cache_clear()
 
 
 def load_bundled() -> PublishedPredictor | None:
-    """The artifact that comes with the package, verified as any other; None when it was built without one.
+    """The artifact that comes with the package, verified as any other; None when the package has none.
 
-    Raises ``IntegrityError`` when a file is not what was bundled, or of another version than this code.
+    Raises ``IntegrityError`` when a file differs from what was bundled, or belongs to another version of this code.
     """
     return _load_bundle(BUNDLE)
 
@@ -195,7 +195,7 @@ def _unpack(fetched: FetchedArtifact) -> PublishedPredictor:
     for name in ("predictor.json", "trees.npz"):
         if name not in files:
             raise IntegrityError(
-                f"{manifest.artifact_id} is no predictor", got="no " + name, expected="predictor.json and trees.npz"
+                f"{manifest.artifact_id} is no predictor", got=f"no {name}", expected="predictor.json and trees.npz"
             )
     _parse(files["predictor.json"], "predictor.json")
     notes = [f"{manifest.artifact_id}: {fetched.origin}"] if fetched.origin else []
@@ -208,7 +208,7 @@ def _unpack(fetched: FetchedArtifact) -> PublishedPredictor:
         else:
             note += "models of the zoo may be off"
         trained_by = manifest.package_versions.get("precision-time", "unknown")
-        notes.append(f"{note}: install the precision-time that trained it ({trained_by}), or retrain")
+        notes.append(f"{note}: install the version of precision-time that trained it ({trained_by}), or retrain")
     return PublishedPredictor(
         manifest=manifest,
         predictor=HierarchicalPredictor.from_files(files),
@@ -220,7 +220,7 @@ def _unpack(fetched: FetchedArtifact) -> PublishedPredictor:
 
 
 class StandingArtifact(NamedTuple):
-    """The artifact that answers when none is named, why that one, and a remark that every answer should carry."""
+    """The artifact that answers when none is named, why it does, and a remark for the reasons of every answer."""
 
     published: PublishedPredictor | None
     why: str
@@ -232,15 +232,14 @@ def standing_artifact() -> StandingArtifact:
 
     ``PRECISION_TIME_ARTIFACT`` first, then ``[artifact] reference`` of the configuration file, then the champion
     called ``default`` of the configured registry, then the artifact that comes with the package, then none. A registry
-    that does not answer is not passed over: raises as ``load_artifact``.
+    that does not answer is not skipped. Raises what ``load_artifact`` raises.
     """
-    named = os.environ.get("PRECISION_TIME_ARTIFACT")
-    if named:
-        return StandingArtifact(load_artifact(named), "PRECISION_TIME_ARTIFACT names the artifact")
-    if configured := read_configuration().artifact_reference:
-        return StandingArtifact(load_artifact(configured), "the configuration file names the artifact")
+    if reference := os.environ.get("PRECISION_TIME_ARTIFACT"):
+        return StandingArtifact(load_artifact(reference), "PRECISION_TIME_ARTIFACT names the artifact")
+    if reference := read_configuration().artifact_reference:
+        return StandingArtifact(load_artifact(reference), "the configuration file names the artifact")
     url = configured_registry_url()
-    bundled = "the artifact that comes with the package answers"
+    fallback = "the artifact that comes with the package answers"
     if url is None:
         missing, remark = "no artifact was given and no registry is configured", ""
     else:
@@ -249,8 +248,8 @@ def standing_artifact() -> StandingArtifact:
             return StandingArtifact(champion, "the configured registry's champion")
         except NotFoundError:
             missing = f"the configured registry holds no artifact called {DEFAULT_NAME!r}"
-            remark = f"{missing}: {bundled}"
+            remark = f"{missing}: {fallback}"
     published = load_bundled()
     if published is None:
         return StandingArtifact(None, missing)
-    return StandingArtifact(published, f"{missing}: {bundled}", remark)
+    return StandingArtifact(published, f"{missing}: {fallback}", remark)

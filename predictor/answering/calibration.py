@@ -1,4 +1,4 @@
-"""Calibration: a few measured rows correct the answers to questions that are like them."""
+"""Calibration: a few measured rows correct the answers to similar questions."""
 
 import dataclasses
 import json
@@ -12,7 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from precision_time.predictor.answering.answers import Answers, answer_queries
-from precision_time.predictor.answering.artifact import PublishedPredictor, load_artifact, standing_artifact
+from precision_time.predictor.answering.artifact import (
+    PublishedPredictor,
+    load_artifact,
+    split_reference,
+    standing_artifact,
+)
 from precision_time.predictor.learning.error_covariance import (
     ErrorCovariance,
     ErrorPrediction,
@@ -42,7 +47,7 @@ LARGEST_FACTOR = 20.0
 #: The narrowest half width of a corrected interval, for artifacts without an interval of known configurations: 90 % of
 #: the rows of the shipped table, predicted from its other configurations, lie within 21 %.
 _NARROWEST = 0.19
-#: Rows whose weights sum to less are not named at all; a row with a smaller share of the largest weight is left out.
+#: Below this sum of weights no row is named; below this share of the largest weight a row is not named.
 _SMALLEST_WEIGHT, _SMALLEST_SHARE = 0.02, 0.1
 _MOST_NAMED = 3
 _FORM = 1
@@ -50,7 +55,7 @@ _FORM = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRow:
-    """A measured time beside the predicted one, and why that prediction may be wrong."""
+    """A measured time, the predicted time, and why that prediction may be wrong."""
 
     query: Query
     measured_s: float
@@ -64,7 +69,7 @@ class MeasuredRow:
 
 
 def _find_sources(answers: Answers, queries: Sequence[Query]) -> list[ErrorSource]:
-    """Why each answer may be wrong: its regime, or the closed forms where those answered."""
+    """Why each answer may be wrong: its regime, or the closed forms where they answered."""
     return [
         regime if by_artifact else (CLOSED_FORMS_ON_CPU if query.setup.hardware.kind == "cpu" else CLOSED_FORMS)
         for regime, by_artifact, query in zip(answers.regimes, answers.by_artifact, queries, strict=True)
@@ -75,8 +80,8 @@ def _find_sources(answers: Answers, queries: Sequence[Query]) -> list[ErrorSourc
 class Calibration:
     """Measured rows that correct the answers of one artifact, by the covariances of its errors.
 
-    ``artifact_id`` is None where the closed forms answered. ``covariances`` are the artifact's own; shipped ones stand
-    in for what they lack. No corrected interval gets narrower than ``narrowest``, a half width in log seconds.
+    ``artifact_id`` is None where the closed forms answered. ``covariances`` are the artifact's own; shipped ones fill
+    the gaps. No corrected interval is narrower than ``narrowest``, a half width in log seconds.
 
     Example:
         >>> from precision_time import calibrate, predict_time
@@ -93,16 +98,16 @@ class Calibration:
     narrowest: float = _NARROWEST
 
     def __repr__(self) -> str:
-        asked = ", ".join(
+        named = ", ".join(
             f"{row.query.setup.workload.name} on {row.query.setup.hardware.name}: x{math.exp(row.log_error):.2f}"
             for row in self.rows[:_MOST_NAMED]
         )
         more = f", and {len(self.rows) - _MOST_NAMED} more" if len(self.rows) > _MOST_NAMED else ""
-        return f"Calibration({len(self.rows)} rows against {self.artifact_id or 'the closed forms'}: {asked}{more})"
+        return f"Calibration({len(self.rows)} rows against {self.artifact_id or 'the closed forms'}: {named}{more})"
 
     @property
     def hardware(self) -> tuple[HardwareSpec, ...]:
-        """The devices of its rows, each once: what a question may name that is shipped nowhere."""
+        """The devices of its rows, each once; a question may name them even if they are not shipped."""
         return tuple({row.query.setup.hardware.name: row.query.setup.hardware for row in self.rows}.values())
 
     @property
@@ -113,20 +118,20 @@ class Calibration:
     def correct(self, queries: Sequence[Query], answers: Answers) -> Answers:
         """``answers`` to ``queries``, moved by the errors of the measured rows, with new intervals.
 
-        The shares of an iteration stay. The interval shrinks as the standard deviation of the error does (or grows,
-        where the measured errors are larger than expected), but never below that of a known configuration.
+        The shares of the parts in an iteration stay. The interval narrows as the standard deviation of the error does
+        (or widens, where the measured errors are larger than expected), but never below that of a known configuration.
         ``corrections`` name the rows.
         """
         sources = _find_sources(answers, queries)
-        shift, narrowing, words = np.zeros(len(queries)), np.ones(len(queries)), [""] * len(queries)
+        shift, narrowing, corrections = np.zeros(len(queries)), np.ones(len(queries)), [""] * len(queries)
         for name in dict.fromkeys(source.name for source in sources):
             places = [place for place, source in enumerate(sources) if source.name == name]
             source = sources[places[0]]
             rows = [row for row in self.rows if row.source.by_closed_forms == source.by_closed_forms]
             prediction = self._predict_errors(rows, [queries[place] for place in places], source)
             shift[places], narrowing[places] = prediction.shift, prediction.narrowing
-            for place, moved, weights in zip(places, prediction.shift, prediction.weights, strict=True):
-                words[place] = _describe_correction(rows, weights, float(moved))
+            for place, place_shift, weights in zip(places, prediction.shift, prediction.weights, strict=True):
+                corrections[place] = _describe_correction(rows, weights, float(place_shift))
         predicted_s = answers.parts.iteration_time_s
         half = np.log(answers.high_s / predicted_s)
         half = np.maximum(half * narrowing, np.minimum(half, self.narrowest))
@@ -136,7 +141,7 @@ class Calibration:
             parts=answers.parts.rescale(corrected_s),
             low_s=corrected_s * np.exp(-half),
             high_s=corrected_s * np.exp(half),
-            corrections=tuple(words),
+            corrections=tuple(corrections),
         )
 
     def _predict_errors(
@@ -156,13 +161,13 @@ class Calibration:
         )
 
     def against(self, published: PublishedPredictor | None, **_: object) -> "Calibration":
-        """The same measurements held against another artifact, or the closed forms; itself where it is the same.
+        """The same measurements compared with another artifact or the closed forms; itself for the same artifact.
 
         Raises ``InputError`` as ``calibrate`` does for a time that is not believable for this artifact.
         """
         if self.artifact_id == (published.manifest.artifact_id if published is not None else None):
             return self
-        return _hold_against([(row.query.setup, row.measured_s) for row in self.rows], published)
+        return _compare([(row.query.setup, row.measured_s) for row in self.rows], published)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -211,18 +216,18 @@ class Calibration:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON; raises what the store raises."""
+        """Write it as JSON; raises the errors of the store."""
         store, name = _locate(path)
         store.write_bytes(name, (json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n").encode())
 
 
 def _locate(path: str | Path) -> tuple[Any, str]:
-    folder, slash, name = str(path).rpartition("/")
-    return open_store((folder or "/") if slash else "."), name
+    folder, name = split_reference(str(path))
+    return open_store(folder or "."), name
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """What ``Calibration.save`` wrote; raises ``NotFoundError``, and ``IntegrityError`` for anything else."""
+    """The calibration that ``save`` wrote; raises ``NotFoundError``, and ``IntegrityError`` for any other file."""
     store, name = _locate(path)
     data = store.read_bytes(name)
     try:
@@ -236,7 +241,7 @@ def load_calibration(path: str | Path) -> Calibration:
 
 @dataclass(frozen=True, slots=True)
 class GivenRows:
-    """Measured rows as the user gave them: a path, a data frame or a sequence of rows; models not looked up yet."""
+    """Measured rows as the user passed them: a path, a data frame or a sequence of rows, not yet read."""
 
     measurements: object
     hardware: ClassVar[tuple[HardwareSpec, ...]] = ()
@@ -250,18 +255,18 @@ class GivenRows:
         hardware: Sequence[HardwareSpec] = (),
         asked: WorkloadFeatures | None = None,
     ) -> Calibration:
-        """The rows held against an artifact, or the closed forms; see ``calibrate``."""
+        """The rows compared with an artifact or the closed forms; see ``calibrate``."""
         rows = read_measured_rows(
             self.measurements,
             workloads=(*(published.workloads if published is not None else ()), *workloads),
             hardware=(*(published.hardware if published is not None else ()), *hardware),
             default=asked,
         )
-        return _hold_against(rows, published)
+        return _compare(rows, published)
 
 
 def interpret_measured(measured: object) -> Calibration | GivenRows:
-    """Whatever a user gives as measurements: a calibration, the JSON file of a saved one, or rows of any kind."""
+    """Measurements in any form a user may pass: a calibration, the JSON file of a saved one, or rows."""
     if isinstance(measured, Calibration):
         return measured
     if isinstance(measured, str | Path) and str(measured).casefold().endswith(".json"):
@@ -277,12 +282,12 @@ def calibrate(
     hardware: Sequence[HardwareSpec] = (),
     asked: WorkloadFeatures | None = None,
 ) -> Calibration:
-    """Turn measured iterations into a correction of other answers, from one row on.
+    """Turn measured iterations, one or more, into a correction of other answers.
 
-    A row reaches as far as it is like the question (network, chip, framework and code, precision, input, batch, GPUs)
-    and as the question is far from the training data: the answer for a network of a new family moves nearly all the
-    way to the measurement, that for a known network hardly. Rows of any network on a GPU without measurements correct
-    all answers for that GPU.
+    A row corrects an answer by more the more alike the two are (network, chip, framework and code, precision, input,
+    batch, GPUs) and the further the question is from the training data: the answer for a network of a new family moves
+    nearly all the way to the measurement, that for a known network hardly moves. On a GPU that the training data lacks,
+    rows of any network correct all answers.
 
     Args:
         measurements: the rows, as the path of a CSV or Parquet file, a pandas DataFrame (columns as below, or those of
@@ -292,8 +297,8 @@ def calibrate(
             whole job). It may have ``gpus``, ``nodes``, ``strategy``, ``gradient_accumulation_steps``,
             ``task_input``, ``framework``, ``compiled``, ``activation_checkpointing`` and ``network_bandwidth``, as in
             ``predict_time``, and ``workload`` (a ``WorkloadFeatures``) in place of ``model``.
-        artifact: the artifact whose answers are corrected: a reference or a loaded one; by default the one that
-            ``predict_time`` would ask.
+        artifact: the artifact whose answers are corrected, as a reference or loaded; by default that of
+            ``predict_time``.
         workloads: descriptions of models that are not shipped; none by default.
         hardware: descriptions of devices that are not shipped; none by default.
         asked: the model of rows without a model; None by default, and such rows are refused.
@@ -320,7 +325,8 @@ def calibrate(
     return interpret_measured(measurements).against(published, workloads=workloads, hardware=hardware, asked=asked)
 
 
-def _hold_against(rows: Sequence[tuple[TrainingSetup, float]], published: PublishedPredictor | None) -> Calibration:
+def _compare(rows: Sequence[tuple[TrainingSetup, float]], published: PublishedPredictor | None) -> Calibration:
+    """The measured seconds of each setup beside those that ``published``, or the closed forms, predict."""
     queries = []
     for number, (setup, _) in enumerate(rows, start=1):
         try:
@@ -336,12 +342,12 @@ def _hold_against(rows: Sequence[tuple[TrainingSetup, float]], published: Publis
         row = MeasuredRow(query=query, measured_s=seconds, predicted_s=float(predicted_s[number]), source=source)
         _check_believable(row, number + 1)
         measured.append(row)
-    known = published.predictor.radii.get("known") if published is not None else None
+    known_radius = published.predictor.radii.get("known") if published is not None else None
     return Calibration(
         rows=tuple(measured),
         artifact_id=published.manifest.artifact_id if published is not None else None,
         covariances=dict(published.predictor.covariances) if published is not None else {},
-        narrowest=known or _NARROWEST,
+        narrowest=known_radius or _NARROWEST,
     )
 
 
@@ -359,7 +365,7 @@ def _check_believable(row: MeasuredRow, number: int) -> None:
 
 
 def _describe_correction(rows: Sequence[MeasuredRow], weights: Any, shift: float) -> str:
-    """In words, which rows corrected an answer, and by how much."""
+    """Which rows corrected an answer, and by what factor."""
     sizes = [abs(float(weight)) for weight in weights]
     named_rows = [row for row, size in zip(rows, sizes, strict=True) if size >= _SMALLEST_SHARE * max(sizes)]
     if sum(sizes) < _SMALLEST_WEIGHT:
@@ -371,8 +377,8 @@ def _describe_correction(rows: Sequence[MeasuredRow], weights: Any, shift: float
     if len(counts) == 1:
         subject += f" of {next(iter(counts))}"
     else:
-        named = [f"{count} of {name}" for name, count in counts.most_common(_MOST_NAMED)]
-        subject += f" ({', '.join(named)}{', and others' if len(counts) > len(named) else ''})"
+        largest = [f"{count} of {name}" for name, count in counts.most_common(_MOST_NAMED)]
+        subject += f" ({', '.join(largest)}{', and others' if len(counts) > len(largest) else ''})"
     return f"calibrated by {subject}: x{math.exp(shift):.2f}"
 
 

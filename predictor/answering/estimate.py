@@ -8,7 +8,7 @@ __all__ = ["TimeEstimate", "format_duration"]
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as people read them: ``840 us``, ``12.3 ms``, ``4.56 s``, ``7 d 0 h 53 m 20 s``."""
+    """Seconds in readable units: ``840 us``, ``12.3 ms``, ``4.56 s``, ``7 d 0 h 53 m 20 s``."""
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 0.9995:
@@ -18,15 +18,15 @@ def format_duration(seconds: float) -> str:
     whole = round(seconds)
     days, rest = divmod(whole, 86400)
     hours, rest = divmod(rest, 3600)
-    minutes, left = divmod(rest, 60)
-    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (left, "s")]
+    minutes, rest = divmod(rest, 60)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (rest, "s")]
     first = next(number for number, (count, _) in enumerate(parts) if count)
     return " ".join(f"{count} {unit}" for count, unit in parts[first:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TimeEstimate:
-    """How long one training iteration takes, and a job of so many.
+    """How long one training iteration takes, and a whole job.
 
     All times are seconds. ``low_s`` and ``high_s`` bound the iteration time at ``level``; the optimizer's time is
     part of ``compute_time_s``, and ``iteration_time_s`` is compute plus exposed communication. ``regime`` says how
@@ -64,7 +64,7 @@ class TimeEstimate:
     #: bytes that the fullest rank needs, and whether its device has them
     memory_bytes: float | None = None
     memory_fits: bool | None = None
-    #: samples that one GPU can take in a micro-step at most; None where not even one fits
+    #: the most samples that fit one GPU in a micro-step; None where not even one fits
     largest_batch: int | None = None
     steps: int | None = None
     epochs: float | None = None
@@ -72,7 +72,7 @@ class TimeEstimate:
     total_low_s: float | None = None
     total_high_s: float | None = None
     epoch_time_s: float | None = None
-    #: ``closed_form_s`` by part and learned ``factors``, where they were asked for
+    #: ``closed_form_s`` by part and learned ``factors``, with ``explain=True``
     explanation: dict[str, dict[str, float]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class TimeEstimate:
         return asdict(self) | {"reasons": list(self.reasons)}
 
     def _lines(self) -> list[tuple[str, str]]:
-        """Label and text of each line a person reads."""
+        """Label and text of each printed line."""
 
         def spread(value: float, low: float, high: float) -> str:
             between = f"{format_duration(low)} .. {format_duration(high)}"

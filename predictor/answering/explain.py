@@ -1,117 +1,30 @@
-"""Why an answer is what it is: reasons in words, the closed form by parts, and the learned factors that correct it."""
+"""The figures behind an answer: its closed form by part, and the learned factors by group of features."""
 
-import dataclasses
+import itertools
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from precision_time.predictor.answering.answers import Answers
-from precision_time.predictor.answering.artifact import PublishedPredictor
-from precision_time.predictor.closed_form.solve import ClosedForm, solve_closed_form
+import numpy as np
+import numpy.typing as npt
+
 from precision_time.predictor.learning.blending import Blend
-from precision_time.predictor.learning.contributions import expected_value, gain_importances, path_contributions
 from precision_time.predictor.learning.hierarchy import STAGE_FEATURES, HierarchicalPredictor
+from precision_time.predictor.learning.trees import FlatForest
 from precision_time.predictor.rows.features import FEATURE_GROUPS, Query, feature_matrix
-from precision_time.predictor.setup.hardware import supported_precisions
-from precision_time.predictor.setup.precision import PRECISIONS
-from precision_time.predictor.setup.training_setup import TrainingSetup
+from precision_time.storage.errors import InputError
 
-__all__ = ["Explanation", "explain_query", "explain_time", "feature_importances", "judge_answer"]
-
-#: Two times whose ratio is this near to 1 count as equal.
-_NO_DIFFERENCE = 0.005
-
-
-def _tell_gains(name: str, seconds: float, others: dict[str, float]) -> str:
-    """In words, how much faster or slower ``name`` is than each of the ``others`` (seconds by name)."""
-    parts = []
-    for other, other_s in others.items():
-        if abs(other_s / seconds - 1) < _NO_DIFFERENCE:
-            parts.append(f"is as fast as {other}")
-        elif other_s > seconds:
-            parts.append(f"is {other_s / seconds:.2f} times as fast as {other}")
-        else:
-            parts.append(f"takes {seconds / other_s:.2f} times as long as {other}")
-    return f"{name} {' and '.join(parts)}"
-
-
-def _compare_precisions(setup: TrainingSetup, closed: ClosedForm) -> list[str]:
-    """The policy compared with fp32, and with tf32 on devices that have it, by the closed forms."""
-
-    def time_as(name: str) -> float:
-        return solve_closed_form(dataclasses.replace(setup, precision=PRECISIONS[name])).iteration_time_s
-
-    policy, supported = setup.precision, supported_precisions(setup.hardware)
-    policy_s, has_tf32 = closed.iteration_time_s, "tf32" in supported
-    if policy.name == "fp32":
-        if not has_tf32:
-            return []
-        tf32_s = time_as("tf32")
-        gains = [_tell_gains("tf32", tf32_s, {"strict fp32": policy_s})]
-        mixed = next((name for name in ("amp_bf16", "amp_fp16") if name in supported), None)
-        if mixed:
-            gains.append(_tell_gains(mixed, time_as(mixed), {"tf32": tf32_s, "strict fp32": policy_s}))
-        return [
-            "frameworks may run fp32 products as tf32 on this device unless that is switched off (torch: "
-            "set_float32_matmul_precision('highest') and cudnn.allow_tf32 = False); the closed forms take fp32 as "
-            "strict fp32",
-            f"by the closed forms {', '.join(gains)} here",
-        ]
-    fp32_s = time_as("fp32")
-    others = {"strict fp32" if has_tf32 else "fp32": fp32_s}
-    if has_tf32 and policy.name != "tf32":
-        others = {"tf32": time_as("tf32")} | others
-    reasons = [f"by the closed forms {_tell_gains(policy.name, policy_s, others)} here"]
-    if policy_s > (1 + _NO_DIFFERENCE) * fp32_s:
-        if closed.launch_bound and policy.is_mixed:
-            scaling = " and loss scaling" if policy.loss_scaling else ""
-            cause = f"casts{scaling} add operations that the host must launch, and the device waits for the host"
-        elif setup.hardware.peak_flops_per_s[policy.compute] <= setup.hardware.peak_flops_per_s["fp32"]:
-            cause = f"this device computes {policy.compute} products no faster than fp32 ones"
-        else:
-            cause = "the casts around the narrower products cost more than the products save"
-        reasons.append(f"{policy.name} does not pay here: {cause}")
-    return reasons
-
-
-def explain_time(setup: TrainingSetup, closed: ClosedForm, *, exposed_share: float) -> list[str]:
-    """Reasons, from the closed forms, why the iteration takes as long as it does."""
-    reasons = []
-    if closed.launch_bound:
-        reasons.append(
-            "launch-bound: the host launches operations more slowly than the device runs them, so a narrower "
-            "precision gains little; a larger batch or compilation helps"
-        )
-    reasons += _compare_precisions(setup, closed)
-    bubble = closed.pipeline_bubble_s / closed.iteration_time_s
-    if bubble > 0.1:
-        reasons.append(
-            f"{bubble:.0%} of the iteration is the pipeline's bubble: more micro-steps or virtual stages shrink it"
-        )
-    if exposed_share > 0.1:
-        reasons.append(f"{exposed_share:.0%} of the iteration waits for communication that no compute hides")
-    return reasons
-
-
-def judge_answer(
-    answers: Answers, published: PublishedPredictor | None, setup: TrainingSetup, *, why: str
-) -> list[str]:
-    """Reasons that say who answered the one query, and which parts of it are new."""
-    if published is None:
-        return [f"{why}: answered by the closed forms, whose interval is a rule of thumb"]
-    artifact_id = published.manifest.artifact_id
-    reasons = [f"{artifact_id}: {gap}" for gap in answers.gaps[0]]
-    if not answers.by_artifact[0]:
-        subject = answers.regimes[0].subject(setup)
-        reasons.append(
-            f"{artifact_id} has no answer for {subject}: answered by the closed forms, whose interval is a rule of "
-            "thumb"
-        )
-    elif not answers.has_own_interval[0]:
-        reasons.append("no interval was fitted for a question like this: the widest one is given")
-    return reasons
-
+__all__ = [
+    "Explanation",
+    "expected_value",
+    "explain_query",
+    "feature_importances",
+    "gain_importances",
+    "path_contributions",
+]
 
 #: The stage that decides the iteration where it was trained, else the one that decides most of it.
 _DECIDING = ("total", "compute")
@@ -121,9 +34,9 @@ _DECIDING = ("total", "compute")
 class Explanation:
     """``closed_form_s`` by part, in seconds, and learned ``factors`` by group of features.
 
-    The parts add up to the iteration by the closed forms. That iteration times all factors is the predicted iteration
-    where a model of the whole iteration was trained; else the factors correct its compute alone. All queries share
-    the factor ``overall``.
+    The parts add up to the iteration by the closed forms. Where a model of the whole iteration was trained, that
+    iteration times all factors is the predicted one; otherwise the factors correct its compute alone. All queries
+    share the factor ``overall``.
     """
 
     closed_form_s: Mapping[str, float]
@@ -149,10 +62,9 @@ def _split_closed_form(query: Query) -> dict[str, float]:
 
 
 def explain_query(query: Query, *, predictor: HierarchicalPredictor | None, blend: Blend) -> Explanation:
-    """The parts and factors of one answer, in which the trees count by ``blend``; without a predictor the parts alone.
+    """The parts and factors of one answer, with the trees weighted by ``blend``; the parts alone without a predictor.
 
-    Factors come from the path through each tree: the change of the mean at a split is assigned to the feature of the
-    split (Saabas, "Interpreting random forests", 2014), and summed over groups of features.
+    Factors are the ``path_contributions`` summed over groups of features.
     """
     parts = _split_closed_form(query)
     stage = next((name for name in _DECIDING if predictor is not None and name in predictor.forests), None)
@@ -169,6 +81,70 @@ def explain_query(query: Query, *, predictor: HierarchicalPredictor | None, blen
 
 
 def feature_importances(predictor: HierarchicalPredictor) -> dict[str, float]:
-    """Share of the gain of all splits by feature, largest first; empty for a predictor loaded without XGBoost JSON."""
+    """Each feature's share of the gain of all splits, largest first; empty for a predictor without XGBoost JSON."""
     stage = next((name for name in _DECIDING if name in predictor.boosters), None)
     return {} if stage is None else gain_importances(predictor.boosters[stage], STAGE_FEATURES[stage])
+
+
+@lru_cache(maxsize=16)
+def _node_means(forest: FlatForest) -> npt.NDArray[np.float64]:
+    """Mean of the leaves below each node, each leaf by its cover; shape (nodes,)."""
+    cover, nodes = forest.node_cover, forest.nodes
+    mean = nodes.value.astype(np.float64)
+    for level in reversed(nodes.levels):
+        left = nodes.child[level]
+        mean[level] = (mean[left] * cover[left] + mean[left + 1] * cover[left + 1]) / cover[level]
+    return mean
+
+
+def expected_value(forest: FlatForest) -> float:
+    """Mean output over the training rows, from which every sum of contributions starts.
+
+    Raises ``InputError`` when the forest carries no covers.
+    """
+    return float(forest.base_score[0]) + float(_node_means(forest)[forest.nodes.roots].sum())
+
+
+def path_contributions(forest: FlatForest, rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """How much each feature adds to each output by the path method; rows and result have shape (n, features).
+
+    Each step of a row down a tree changes the mean of the leaves that remain; the change is assigned to the feature of
+    the split (A. Saabas, "Interpreting random forests", 2014; XGBoost's ``approx_contribs``). Each row of the result
+    sums to the prediction minus ``expected_value``. Splits near the root get less than by Shapley values, which take
+    far longer. Raises ``InputError`` for rows that do not fit the trees or a forest without covers.
+    """
+    nodes, mean = forest.nodes, _node_means(forest)
+    chunks = forest.split_rows(rows)
+    parts: list[npt.NDArray[np.float64]] = [np.empty((0, np.shape(rows)[-1]))]
+    for chunk in chunks:
+        first = (np.arange(len(chunk)) * chunk.shape[1])[:, None]
+        total = np.zeros(chunk.size)
+        for node, following in itertools.pairwise(forest.descend(chunk)):
+            cell = nodes.column.take(node) // 2 + first  # at a leaf the change is 0, whatever the feature
+            change = mean.take(following) - mean.take(node)
+            total += np.bincount(cell.ravel(), weights=change.ravel(), minlength=chunk.size)
+        parts.append(total.reshape(chunk.shape))
+    return np.concatenate(parts)
+
+
+def gain_importances(model_json: bytes, names: Sequence[str]) -> dict[str, float]:
+    """Each feature's share of the loss reduction of all splits of an XGBoost JSON model, largest first.
+
+    XGBoost's ``total_gain``, normalised to a sum of 1; all 0 for a model without splits. Raises ``InputError`` when
+    the model splits on a feature beyond ``names``.
+    """
+    gain = np.zeros(len(names))
+    for tree in json.loads(model_json)["learner"]["gradient_booster"]["model"]["trees"]:
+        inner = np.asarray(tree["left_children"]) >= 0
+        feature = np.asarray(tree["split_indices"], dtype=np.int64)[inner]
+        if len(feature) and feature.max() >= len(names):
+            raise InputError(
+                "a split on a feature without a name",
+                got=f"feature {feature.max()}",
+                expected=f"0..{len(names) - 1}",
+                fix="pass the feature names the model was trained on, in order",
+            )
+        np.add.at(gain, feature, np.asarray(tree["loss_changes"], dtype=np.float64)[inner])
+    total = gain.sum()
+    shares = zip(names, (gain / total if total > 0 else gain).tolist(), strict=True)
+    return dict(sorted(shares, key=lambda share: -share[1]))

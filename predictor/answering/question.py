@@ -1,4 +1,4 @@
-"""Question: everything that a caller of ``predict_time`` gives, resolved to one training setup and its assumptions."""
+"""Question: the arguments of ``predict_time``, resolved to one training setup and its assumptions."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ _MOST_EPOCHS = 10**15
 class Question:
     """One training setup, the precision as the caller spelled it, and in words what was assumed.
 
-    ``model_reasons`` say what was assumed about a model of the caller's own, ``assumptions`` what about the rest.
+    ``model_reasons`` hold the assumptions about a user's own model, ``assumptions`` those about the rest.
     ``described_hardware`` holds the devices of the caller's hardware file.
     """
 
@@ -54,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLength:
-    """Optimizer steps of the whole job and of one epoch; None where the caller did not say."""
+    """Optimizer steps of the whole job and of one epoch; None where the caller gave no length."""
 
     steps: int | None
     steps_per_epoch: int | None
@@ -84,8 +84,8 @@ def resolve_question(
 ) -> Question:
     """The setup that these arguments of ``predict_time`` describe; raises what ``predict_time`` raises for them.
 
-    Devices of ``hardware_file``, ``hardware`` and ``published`` and models of ``workloads`` and ``published`` are found
-    before shipped ones.
+    Devices of ``hardware_file``, ``hardware`` and ``published`` come before shipped ones, and so do models of
+    ``workloads`` and ``published``.
     """
     assumptions: list[str] = []
     world_size = check_count("gpus", gpus, at_most=1_000_000)
@@ -96,17 +96,17 @@ def resolve_question(
     layout = parse_parallelism(strategy, world_size=world_size)
     described = tuple(load_hardware(hardware_file).values()) if hardware_file is not None else ()
     device = find_hardware(gpu, measured=[*(published.hardware if published else ()), *described, *hardware])
-    policy, replaced = choose_precision(device, parse_precision(precision), allow_fallback=allow_fallback)
-    if replaced:
-        assumptions.append(replaced)
+    policy, fallback = choose_precision(device, parse_precision(precision), allow_fallback=allow_fallback)
+    if fallback:
+        assumptions.append(fallback)
     if network_bandwidth is not None:
         device = dataclasses.replace(device, network_bytes_per_s=parse_bandwidth(network_bandwidth))
     number_of_nodes = count_nodes(world_size, nodes, device)
-    assumptions += _describe_nodes(world_size // number_of_nodes, number_of_nodes, device, given=nodes is not None)
+    assumptions += _describe_nodes(world_size // number_of_nodes, number_of_nodes, device, is_given=nodes is not None)
     samples = check_count("batch_size", batch_size, at_most=1_000_000_000)
-    filled = fill_pipeline(stages=layout.pipeline, batch_size=samples, micro_steps=micro_steps)
-    if filled != (samples, micro_steps):
-        assumptions.append(f"assumed {filled[1]} micro-steps of one sample in the pipeline")
+    batch_per_step, step_count = fill_pipeline(stages=layout.pipeline, batch_size=samples, micro_steps=micro_steps)
+    if (batch_per_step, step_count) != (samples, micro_steps):
+        assumptions.append(f"assumed {step_count} micro-steps of one sample in the pipeline")
     counted = resolve_model(
         model,
         task_input=str(task_input or ""),
@@ -120,8 +120,8 @@ def resolve_question(
         precision=policy,
         world_size=world_size,
         nodes=number_of_nodes,
-        batch_size=filled[0],
-        gradient_accumulation_steps=filled[1],
+        batch_size=batch_per_step,
+        gradient_accumulation_steps=step_count,
         parallelism=layout,
         implementation=Implementation(
             checkpointing=check_checkpointing(activation_checkpointing),
@@ -138,16 +138,16 @@ def resolve_question(
     )
 
 
-def _describe_nodes(per_node: int, nodes: int, device: HardwareSpec, *, given: bool) -> list[str]:
+def _describe_nodes(per_node: int, nodes: int, device: HardwareSpec, *, is_given: bool) -> list[str]:
     """What to say about the placement of the ranks, if anything."""
-    if not given:
+    if not is_given:
         return [f"assumed {nodes} nodes of {per_node} GPUs"] if nodes > 1 else []
     usual = device.gpus_per_node
-    return [f"{per_node} GPUs on a node, where {usual} are usual"] if per_node > usual else []
+    return [f"{per_node} GPUs on a node, which usually has {usual} {device.name}"] if per_node > usual else []
 
 
 def plan_length(*, steps: Any, epochs: Any, dataset_size: Any, global_batch_size: int) -> JobLength:
-    """The steps of a job; the last batch of an epoch may be short and counts as one.
+    """The steps of a job; a short last batch of an epoch counts as a step.
 
     Raises ``InputError`` for a length that is given twice, epochs without the size of the data, and unusable numbers.
     """

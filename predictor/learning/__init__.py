@@ -1,1 +1,1 @@
-"""What is learned from measurements: boosted trees, their blend with closed forms, intervals, shared errors."""
+"""What is learned from measurements: boosted trees, their blend with the closed forms, intervals, error covariances."""

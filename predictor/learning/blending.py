@@ -1,4 +1,4 @@
-"""Blending: how far to trust the trees, and how far the closed forms, by a query's distance from the training data."""
+"""Blending: how much the trees count, and how much the closed forms, by a query's distance from the training data."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -24,14 +24,14 @@ __all__ = ["CLOSED_FORM_ONLY", "Blend", "apply_blend", "learn_blend"]
 
 Times = npt.NDArray[np.float64]
 
-#: With few folds, too many groups are missing at once, and the trees look worse than they are with one group missing.
+#: With fewer folds, too many groups are left out at once, and the trees look worse than with one group left out.
 _FOLDS = 8
 _FEWEST_GROUPS = 3
 #: Fewer rounds than the published forest: enough to tell trees from closed forms.
 _ROUNDS = 60
 _ETA = 0.2
 _STEPS = np.linspace(0.0, 1.0, 21)
-#: The largest world that rows of large worlds are predicted from.
+#: Rows of larger worlds are predicted from worlds up to this size.
 _SMALL_WORLD = 8
 _FEWEST_ROWS = 100
 
@@ -55,10 +55,10 @@ def apply_blend(blends: Sequence[Blend], *, trees_s: Times, closed_s: Times) -> 
 
 
 def learn_blend(observations: Sequence[Observation], *, seed: int) -> dict[str, Blend]:
-    """The blend of each regime, learned from rows that are left out as its record says.
+    """The blend of each regime, learned from rows that are left out as the ``blend`` of its record says.
 
     The weight has the smallest mean absolute log error on the rows left out; the factor is the median of measured
-    over closed form in all rows. A regime that the rows cannot teach has no blend.
+    over closed form in all rows. A regime for which the rows are too few has no blend.
     """
     matrix = feature_matrix([observation.query.row for observation in observations], SETUP_FEATURES)
     residual = np.log(

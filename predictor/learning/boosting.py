@@ -15,11 +15,11 @@ __all__ = ["FEWEST_FOR_MANY", "STACK_FOLDS", "boost", "boost_out_of_fold", "choo
 
 Parameters = dict[str, float | int | str]
 
-#: From so many rows on the parameters for large tables hold.
+#: From this many rows on, the parameters for large tables are used.
 FEWEST_FOR_MANY = 1000
 STACK_FOLDS = 5
 
-#: One thread: results do not depend on the machine, and small fits are faster so.
+#: One thread: results do not depend on the machine, and small fits are faster.
 _FIXED: Parameters = {"objective": "reg:pseudohubererror", "tree_method": "hist", "nthread": 1}
 
 
@@ -29,7 +29,7 @@ def _tuned() -> dict[str, Parameters]:
 
 
 def choose_parameters(rows: int) -> Parameters:
-    """The parameters for a table of so many rows, ``rounds`` among them."""
+    """The parameters, ``rounds`` among them, for a table of this many rows."""
     return _FIXED | _tuned()["many" if rows >= FEWEST_FOR_MANY else "few"]
 
 
@@ -45,11 +45,11 @@ def boost(
     """Fit trees on rows of shape (n, features); returns XGBoost's JSON. Missing values are NaN."""
     import xgboost  # heavy, and needed for training only
 
-    given = {name: value for name, value in parameters.items() if name != "rounds"}
-    given |= {"seed": seed, "base_score": float(np.median(targets))}
+    options = {name: value for name, value in parameters.items() if name != "rounds"}
+    options |= {"seed": seed, "base_score": float(np.median(targets))}
     data = xgboost.DMatrix(matrix, targets, weight=weights)
     number = int(parameters["rounds"]) if rounds is None else rounds
-    return bytes(xgboost.train(given, data, num_boost_round=number).save_raw("json"))
+    return bytes(xgboost.train(options, data, num_boost_round=number).save_raw("json"))
 
 
 def boost_out_of_fold(
@@ -60,17 +60,16 @@ def boost_out_of_fold(
     parameters: Parameters,
     seed: int,
 ) -> tuple[bytes, npt.NDArray[np.float64]]:
-    """Fit boosted trees; returns XGBoost's JSON and each row's correction by trees that did not see its group.
+    """Fit boosted trees; returns XGBoost's JSON and each row's correction by trees that were not trained on its group.
 
-    As many rounds are kept as serve the rows left out of inner folds best (mean absolute error), so that a handful of
-    noisy rows ends near their median instead of being learned by heart.
+    The number of rounds is the best for rows left out of inner folds (mean absolute error), so that the answer for a
+    few noisy rows ends near their median instead of fitting the noise.
     """
-    most = int(parameters["rounds"])
-    after_round = np.empty((len(targets), most))
+    after_round = np.empty((len(targets), int(parameters["rounds"])))
     folds = split_by_group(groups, folds=STACK_FOLDS, seed=seed)
     for fold in np.unique(folds):
-        kept = folds != fold
-        forest = flatten_xgboost(boost(matrix[kept], targets[kept], parameters=parameters, seed=seed))
-        after_round[~kept] = forest.base_score[0] + forest.leaf_values(matrix[~kept]).cumsum(axis=1)
+        is_train = folds != fold
+        forest = flatten_xgboost(boost(matrix[is_train], targets[is_train], parameters=parameters, seed=seed))
+        after_round[~is_train] = forest.base_score[0] + forest.leaf_values(matrix[~is_train]).cumsum(axis=1)
     rounds = int(np.abs(after_round - targets[:, None]).mean(axis=0).argmin()) + 1
     return boost(matrix, targets, parameters=parameters, seed=seed, rounds=rounds), after_round[:, rounds - 1]

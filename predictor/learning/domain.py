@@ -1,4 +1,4 @@
-"""TrainingDomain: what the training data covered, and in which regime a query lies."""
+"""TrainingDomain: what the training data covers, what it lacks for a query, and in which regime the query lies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ from precision_time.predictor.setup.training_setup import TrainingSetup
 __all__ = ["TrainingDomain"]
 
 _MOST_NAMES = 6
-#: A sample may take so many times more, or fewer, FLOPs than the measured ones before its input counts as another.
+#: A sample may take this many times more or fewer FLOPs than the measured ones before its input counts as new.
 _SAME_INPUT = 1.5
 
 
@@ -26,9 +26,10 @@ def _list_names(names: Sequence[str], *, near: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDomain:
-    """What the training data covered, by the one name of each network.
+    """What the training data covers; a network goes by one name, whatever it was called.
 
-    ``batch_sizes`` and ``sample_flops`` are the least and the most, the latter in FLOPs of one sample's forward pass.
+    ``batch_sizes`` and ``sample_flops`` are the least and the most of each network, the latter in FLOPs of one sample's
+    forward pass.
     """
 
     networks: tuple[str, ...]
@@ -39,7 +40,7 @@ class TrainingDomain:
     max_accumulation_steps: int
     batch_sizes: dict[str, tuple[int, int]]
     sample_flops: dict[str, tuple[float, float]]
-    #: networks that were measured on each GPU
+    #: the networks that were measured on each GPU
     networks_of: dict[str, tuple[str, ...]]
 
     @classmethod
@@ -47,16 +48,16 @@ class TrainingDomain:
         """The domain spanned by ``observations``."""
         batches: dict[str, tuple[int, int]] = {}
         flops: dict[str, tuple[float, float]] = {}
-        together: dict[str, set[str]] = {}
-        setups = [seen.setup for seen in observations]
+        networks_of: dict[str, set[str]] = {}
+        setups = [observation.setup for observation in observations]
         for setup in setups:
             name, size = setup.network, setup.batch_size
             low, high = batches.get(name, (size, size))
             batches[name] = (min(low, size), max(high, size))
-            work = setup.workload.forward_flops_per_sample
-            least, most = flops.get(name, (work, work))
-            flops[name] = (min(least, work), max(most, work))
-            together.setdefault(setup.hardware.name, set()).add(name)
+            sample = setup.workload.forward_flops_per_sample
+            least, most = flops.get(name, (sample, sample))
+            flops[name] = (min(least, sample), max(most, sample))
+            networks_of.setdefault(setup.hardware.name, set()).add(name)
         return cls(
             networks=tuple(sorted(batches)),
             families=tuple(sorted({setup.workload.family for setup in setups if setup.workload.family})),
@@ -66,15 +67,15 @@ class TrainingDomain:
             max_accumulation_steps=max(setup.gradient_accumulation_steps for setup in setups),
             batch_sizes=batches,
             sample_flops=flops,
-            networks_of={name: tuple(sorted(seen)) for name, seen in sorted(together.items())},
+            networks_of={gpu: tuple(sorted(networks)) for gpu, networks in sorted(networks_of.items())},
         )
 
     def list_gaps(self, setup: TrainingSetup) -> list[str]:
-        """In words, what of ``setup`` the training data never held; empty inside the domain."""
+        """What the training data lacks for ``setup``, in words; empty inside the domain."""
         gaps = []
         network = setup.network
         if network not in self.batch_sizes:
-            gaps.append(f"{setup.workload.name} was never seen, only {_list_names(self.networks, near=network)}")
+            gaps.append(f"{setup.workload.name} was never measured, only {_list_names(self.networks, near=network)}")
         else:
             low, high = self.batch_sizes[network]
             if not low <= setup.batch_size <= high:
@@ -85,27 +86,28 @@ class TrainingDomain:
                 f"{setup.hardware.name} was never measured, only {_list_names(self.gpus, near=setup.hardware.name)}"
             )
         elif network in self.batch_sizes and network not in self.networks_of[setup.hardware.name]:
-            gaps.append(f"{setup.workload.name} was never measured on {setup.hardware.name}, each with others")
+            gaps.append(f"{setup.workload.name} was never measured on {setup.hardware.name}, only on other devices")
         if setup.world_size > self.max_world_size:
-            gaps.append(f"at most {self.max_world_size} ranks were measured")
+            gaps.append(f"{setup.world_size} ranks were never measured, at most {self.max_world_size}")
         if setup.precision.name not in self.precisions:
             gaps.append(f"{setup.precision.name} was never measured, only {', '.join(self.precisions)}")
-        if setup.gradient_accumulation_steps > self.max_accumulation_steps:
-            gaps.append(f"at most {self.max_accumulation_steps} micro-steps in an iteration were measured")
+        micro_steps = setup.gradient_accumulation_steps
+        if micro_steps > self.max_accumulation_steps:
+            gaps.append(f"{micro_steps} micro-steps were never measured, at most {self.max_accumulation_steps}")
         return gaps
 
     def _list_input_gap(self, setup: TrainingSetup) -> list[str]:
-        """In words, that the input of a measured network is another than the measured ones."""
-        work = setup.workload.forward_flops_per_sample
-        least, most = self.sample_flops.get(setup.network, (work, work))
-        if least / _SAME_INPUT <= work <= most * _SAME_INPUT:
+        """That the input of a measured network differs from the measured inputs, if it does."""
+        sample = setup.workload.forward_flops_per_sample
+        least, most = self.sample_flops.get(setup.network, (sample, sample))
+        if least / _SAME_INPUT <= sample <= most * _SAME_INPUT:
             return []
-        asked = f"input {setup.workload.task_input}" if setup.workload.task_input else "the input"
-        spanned = f"{least / 1e9:.3g}" + (f" to {most / 1e9:.3g}" if most > least else "")
-        return [f"{asked} takes {work / 1e9:.3g} GFLOP a sample, outside the measured {spanned}"]
+        subject = f"input {setup.workload.task_input}" if setup.workload.task_input else "the input"
+        measured = f"{least / 1e9:.3g}" + (f" to {most / 1e9:.3g}" if most > least else "")
+        return [f"{subject} takes {sample / 1e9:.3g} GFLOP a sample, outside the measured {measured}"]
 
     def covers_kind(self, setup: TrainingSetup) -> bool:
-        """Whether a device of its kind, CPU or GPU, was measured at all."""
+        """Whether any device of its kind, CPU or GPU, was measured; names of CPUs begin with ``cpu``."""
         is_cpu = setup.hardware.kind == "cpu"
         return any(name.startswith("cpu") == is_cpu for name in self.gpus)
 
@@ -127,7 +129,7 @@ class TrainingDomain:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainingDomain":
-        """The inverse of ``to_dict``; raises ``KeyError``, ``TypeError`` or ``ValueError`` for what does not fit."""
+        """The inverse of ``to_dict``; raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
         return cls(
             **{name: tuple(map(str, values[name])) for name in ("networks", "families", "gpus", "precisions")},
             max_world_size=int(values["max_world_size"]),
@@ -136,5 +138,5 @@ class TrainingDomain:
             sample_flops={
                 str(name): (float(least), float(most)) for name, (least, most) in values["sample_flops"].items()
             },
-            networks_of={str(name): tuple(map(str, seen)) for name, seen in values["networks_of"].items()},
+            networks_of={str(gpu): tuple(map(str, networks)) for gpu, networks in values["networks_of"].items()},
         )

@@ -1,4 +1,4 @@
-"""The covariance of errors: what the errors of measured rows say about other questions, by how alike the two are."""
+"""The covariance of errors: how measured errors predict those of other questions, by the differences of the two."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ class ErrorCovariance:
     """The covariance of the log errors of two runs: the ``variance`` of one, and its correlation with the other.
 
     Two measurements of the same configuration correlate by ``repeat``. Each way in which two runs differ multiplies
-    that by its factor in ``correlations`` (once, or once for each doubling; a way without a factor counts as 1). Such
+    that by its factor in ``correlations`` (once, or once for each doubling; the default factor is 1). Such
     products of kernels are positive definite (Rasmussen and Williams 2006, section 4.2.4).
     """
 
@@ -61,11 +61,11 @@ class ErrorCovariance:
             raise InputError("unknown difference in a covariance", got=", ".join(sorted(unknown)),
                              expected=", ".join(DIFFERENCES))  # fmt: skip
         if not 0 < self.variance < math.inf:
-            raise InputError("variance of a covariance", got=self.variance, expected="a number above 0")
+            raise InputError("unusable variance of a covariance", got=self.variance, expected="a number above 0")
         for name, value in {"repeat": self.repeat, **self.correlations}.items():
             # At 1 the same run measured twice would give a singular matrix.
             if not 0 <= value <= 1 or (name == "repeat" and value == 1):
-                raise InputError(f"correlation {name!r} of a covariance", got=value, expected="a number from 0 to 1")
+                raise InputError(f"unusable correlation {name!r}", got=value, expected="a number from 0 to 1")
 
     def correlate(self, differences: Floats) -> Floats:
         """Correlations of pairs; ``differences`` has shape (DIFFERENCES, ...) and the result its other axes."""
@@ -81,7 +81,7 @@ class ErrorCovariance:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ErrorCovariance":
-        """The inverse of ``to_dict``; raises ``KeyError``, ``TypeError`` or ``ValueError`` for what does not fit."""
+        """The inverse of ``to_dict``; raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
         return cls(
             variance=float(values["variance"]),
             repeat=float(values["repeat"]),
@@ -100,9 +100,10 @@ def covariances_from_dict(values: Mapping[str, Any]) -> dict[str, ErrorCovarianc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
-    """Which pairs of rows a covariance is fitted on: rows that share a group, at most so many rows of each group.
+    """Which pairs of rows a covariance is fitted on.
 
-    Beyond the difference ``apart``, errors are taken as unrelated (a correlation of 0).
+    Both rows are of one group; ``groups`` gives, by kind of group, the most rows of each group that are paired. Errors
+    of rows that differ in ``apart`` are taken as unrelated (a correlation of 0).
     """
 
     groups: Mapping[str, int]
@@ -160,7 +161,7 @@ def _number(values: Sequence[Hashable]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPrediction:
-    """The errors to expect of queries: ``shift`` is the expected log error and ``weights`` the share of each row in it.
+    """The predicted errors of queries: ``shift`` is the expected log error, ``weights`` the weight of each row in it.
 
     ``narrowing`` is the factor on the standard deviation of the error, above 1 where the measured errors are larger
     than expected. Shapes are (queries,) and, for ``weights``, (queries, rows). A shift is the weights times the rows'
@@ -178,19 +179,18 @@ def predict_errors(
     *,
     covariances: Sequence[ErrorCovariance],
     row_deviations: Floats | None = None,
-    query_deviations: Floats | None = None,
 ) -> ErrorPrediction:
     """The best linear prediction of the log errors of ``queries`` from those of ``rows`` (query and log error).
 
     The covariance of two runs is, summed over ``covariances``, the product of their standard deviations and their
-    correlation. ``row_deviations`` has shape (covariances, rows) and ``query_deviations`` (covariances, queries); the
-    default is the root of each variance. Errors have mean 0 before any measurement, so where no row is like a query
-    its shift is 0 and its narrowing 1 (Henderson 1975; Rasmussen and Williams 2006, section 2.2). Raises
-    ``InputError`` for an error that is not finite.
+    correlation. ``row_deviations`` has shape (covariances, rows); the default is the root of each variance. Errors
+    have mean 0 before any measurement, so where no row correlates with a query its shift is 0 and its narrowing 1
+    (Henderson 1975; Rasmussen and Williams 2006, section 2.2). Raises ``InputError`` for an error that is not finite.
     """
     errors = np.array([error for _, error in rows], dtype=np.float64)
     if not np.isfinite(errors).all():
-        raise InputError("log error of a measured row", got=str(errors[~np.isfinite(errors)][0]), expected="a number")
+        odd = str(errors[~np.isfinite(errors)][0])
+        raise InputError("the log error of a measured row is not finite", got=odd, expected="a number")
     comparison = SetupComparison([*(query for query, _ in rows), *queries])
     return predict_errors_at(
         comparison,
@@ -199,7 +199,6 @@ def predict_errors(
         errors=errors,
         covariances=covariances,
         row_deviations=row_deviations,
-        query_deviations=query_deviations,
     )
 
 
@@ -211,42 +210,35 @@ def predict_errors_at(
     errors: Floats,
     covariances: Sequence[ErrorCovariance],
     row_deviations: Floats | None = None,
-    query_deviations: Floats | None = None,
 ) -> ErrorPrediction:
-    """``predict_errors`` for positions in ``comparison``, of rows with log ``errors`` and of queries."""
+    """``predict_errors`` for positions in ``comparison``: of rows with log ``errors``, and of queries."""
     if not len(rows):
         count = len(queries)
         return ErrorPrediction(shift=np.zeros(count), narrowing=np.ones(count), weights=np.zeros((count, 0)))
-    deviations_of = np.array([math.sqrt(part.variance) for part in covariances])[:, None]
-    of_rows = (
-        np.broadcast_to(deviations_of, (len(covariances), len(rows))) if row_deviations is None else row_deviations
-    )
-    of_queries = (
-        np.broadcast_to(deviations_of, (len(covariances), len(queries)))
-        if query_deviations is None
-        else query_deviations
-    )
+    roots = np.array([math.sqrt(part.variance) for part in covariances])[:, None]
+    of_rows = np.broadcast_to(roots, (len(covariances), len(rows))) if row_deviations is None else row_deviations
+    of_queries = np.broadcast_to(roots, (len(covariances), len(queries)))
     within = comparison.compare(rows[:, None], rows[None, :])
     across = comparison.compare(queries[:, None], rows[None, :])
     covariance = np.zeros((len(rows), len(rows)))
-    shared = np.zeros((len(queries), len(rows)))
+    cross_covariance = np.zeros((len(queries), len(rows)))
     for part, row_scale, query_scale in zip(covariances, of_rows, of_queries, strict=True):
-        alike = part.correlate(within)
-        np.fill_diagonal(alike, 1.0)
-        covariance += np.outer(row_scale, row_scale) * alike
-        shared += np.outer(query_scale, row_scale) * part.correlate(across)
+        correlation = part.correlate(within)
+        np.fill_diagonal(correlation, 1.0)
+        covariance += np.outer(row_scale, row_scale) * correlation
+        cross_covariance += np.outer(query_scale, row_scale) * part.correlate(across)
     # Rows with a deviation of 0 would make the matrix singular; they get no weight.
     covariance[np.diag_indices(len(rows))] += 1e-12
-    weights: Floats = np.linalg.solve(covariance, shared.T).T.astype(np.float64)
+    weights: Floats = np.linalg.solve(covariance, cross_covariance.T).T.astype(np.float64)
     prior = (of_queries**2).sum(axis=0)
-    left = np.clip(1.0 - (weights * shared).sum(axis=1) / np.where(prior > 0, prior, 1.0), 0.0, 1.0)
+    remaining = np.clip(1.0 - (weights * cross_covariance).sum(axis=1) / np.where(prior > 0, prior, 1.0), 0.0, 1.0)
     # Unexpectedly large residuals widen the interval in proportion to their weight.
     deviations = np.sqrt((of_rows**2).sum(axis=0))
     widest = np.maximum(_LIMIT_OF_NETWORK * deviations, _NEVER_CLIPPED)
-    bounded = np.clip(errors, -widest, widest)
-    surprise = float(bounded @ np.linalg.solve(covariance, bounded))
+    clipped = np.clip(errors, -widest, widest)
+    surprise = float(clipped @ np.linalg.solve(covariance, clipped))
     scale = (_PRIOR_ROWS + surprise) / (_PRIOR_ROWS + len(rows))
-    narrowing = np.sqrt(left * (1.0 + (1.0 - left) * (scale - 1.0)))
+    narrowing = np.sqrt(remaining * (1.0 + (1.0 - remaining) * (scale - 1.0)))
     limits = np.where(across[DIFFERENCES.index("network")] > 0, _LIMIT_ELSEWHERE * deviations, widest)
     limits = np.where(across[DIFFERENCES.index("any")] > 0, limits, np.inf)
     shift = (weights * np.clip(errors, -limits, limits)).sum(axis=1)

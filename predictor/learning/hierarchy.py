@@ -47,15 +47,15 @@ STAGE_FEATURES: dict[str, tuple[str, ...]] = {
 }
 #: Shares below this differ by noise only, so they are raised to it before their log is taken.
 _SMALLEST_SHARE = 0.02
-#: Stages that only divide a total need fewer rounds than the total. A campaign's own stages choose theirs below this.
+#: Stages that only divide a total need fewer rounds than the total. A campaign's own stages choose at most as many.
 _STAGE_ROUNDS = {"rounds": 120}
 
 #: This share of the rows is trained with the implementation features masked, so a question may leave them out.
 _MASKED_SHARE = 0.05
 
-#: Blends of a small campaign, which cannot learn any: its trees answer for the hardware that it measured.
+#: The blends of a small campaign, which cannot learn any: its trees answer for the hardware that it measured.
 _UNTESTED_BLENDS = {name: Blend(1.0, 1.0) for name, regime in REGIMES.items() if regime.is_trusted_untested}
-#: Trees without a blend answer every question alone.
+#: Without a learned blend the trees answer every question alone.
 _TREES_ALONE = {name: Blend(1.0, 1.0) for name in REGIMES}
 
 
@@ -73,7 +73,7 @@ class PredictedParts:
         return self.compute_time_s + self.exposed_communication_s
 
     def rescale(self, iteration_time_s: npt.NDArray[np.float64]) -> "PredictedParts":
-        """The same shares of another iteration time."""
+        """The same shares of a different iteration time."""
         factor = iteration_time_s / self.iteration_time_s
         return PredictedParts(
             compute_time_s=self.compute_time_s * factor,
@@ -87,7 +87,7 @@ def _share(exposed_s: float, communication_s: float) -> float:
 
 
 def closed_parts(queries: Sequence[Query]) -> PredictedParts:
-    """What the closed forms say to each query."""
+    """The parts of each query by the closed forms."""
     return PredictedParts(
         compute_time_s=np.array([query.closed.compute_time_s for query in queries]),
         communication_time_s=np.array([query.closed.communication_time_s for query in queries]),
@@ -102,13 +102,13 @@ class HierarchicalPredictor:
     Compute: log(measured compute / roofline); on one rank the iteration is compute. Communication: log(measured bucket
     time / all-reduce model). Exposed: log(measured exposed share / share of the bucket timeline), given the first two.
     With these, an iteration is compute + share x communication. Total: log(measured iteration / closed form), trained
-    where many rows give no more than totals; it then decides the iteration, and the stages only divide it. A stage
+    on large tables, whose rows give only totals; it then decides the iteration, and the stages only divide it. A stage
     without training rows leaves its closed form as it is.
 
-    ``blend`` gives, by regime, the weight of the trees and the factor on the closed forms that get the rest.
-    ``boosters`` holds XGBoost's own JSON of each stage, for inspection; serving reads ``forests`` alone. ``radii`` is
-    the half width of the interval in log seconds at ``level``, by regime. ``covariances`` say how the errors of two
-    questions correlate, by which measured rows correct other answers; an artifact may lack them.
+    ``blend`` gives, by regime, the weight of the trees and the factor on the closed forms, which get the rest.
+    ``boosters`` holds XGBoost's JSON of each stage, for inspection; answers read ``forests`` alone. ``radii`` is the
+    half width of the interval in log seconds at ``level``, by regime. ``covariances`` say how the errors of two
+    questions correlate, so that measured rows correct other answers; an artifact may lack them.
     """
 
     #: what the total stage learns: the ratio to the closed form, from all columns, with a learned blend; studies in
@@ -139,7 +139,7 @@ class HierarchicalPredictor:
             )
         boosters: dict[str, bytes] = {}
         _fit_stages(timed, boosters, seed=seed)
-        # Rows that give their parts need no stage of their own for the whole.
+        # The rows of a small campaign give the parts, so it needs no stage for the whole iteration.
         has_totals = len(observations) >= FEWEST_FOR_MANY
         if has_totals and cls.has_total:
             boosters["total"] = cls._fit_total(observations, seed=seed)
@@ -174,7 +174,7 @@ class HierarchicalPredictor:
     def blend_of(self, setup: TrainingSetup, regime: Regime) -> Blend:
         """The blend for ``setup``, which lies in ``regime``; the closed form alone where nothing was learned.
 
-        That is in a regime without a blend, and for a CPU where only GPUs were measured, or the other way round.
+        Nothing was learned in a regime without a blend, and for CPUs or GPUs where none of the kind was measured.
         """
         if not self.domain.covers_kind(setup):
             return CLOSED_FORM_ONLY
@@ -205,15 +205,15 @@ class HierarchicalPredictor:
 
         compute = correct("compute", closed.compute_time_s, list(rows))
         communication, exposed = closed.communication_time_s, closed.exposed_communication_s
-        several = communication > 0
-        if several.any() and "communication" in self.forests:
+        is_parallel = communication > 0
+        if is_parallel.any() and "communication" in self.forests:
             stacked = [row | {"log_compute_s": math.log(compute[i])} for i, row in enumerate(rows)]
-            communication = np.where(several, correct("communication", communication, stacked), 0.0)
+            communication = np.where(is_parallel, correct("communication", communication, stacked), 0.0)
             stacked = [
                 row
                 | {
                     "log_communication_over_compute": math.log(communication[i] / compute[i])
-                    if several[i]
+                    if is_parallel[i]
                     else math.nan
                 }
                 for i, row in enumerate(stacked)
@@ -221,7 +221,7 @@ class HierarchicalPredictor:
             shares = np.array(
                 [_share(query.closed.exposed_communication_s, query.closed.communication_time_s) for query in queries]
             )
-            exposed = np.where(several, correct("exposed", shares, stacked) * communication, 0.0)
+            exposed = np.where(is_parallel, correct("exposed", shares, stacked) * communication, 0.0)
         return PredictedParts(
             compute_time_s=compute, communication_time_s=communication, exposed_communication_s=exposed
         )
@@ -236,7 +236,7 @@ class HierarchicalPredictor:
 
     def to_files(self) -> dict[str, bytes]:
         """The files of an artifact: ``trees.npz``, ``predictor.json`` and one XGBoost JSON per stage."""
-        described = {
+        description = {
             "stages": {stage: list(STAGE_FEATURES[stage]) for stage in self.forests},
             "domain": self.domain.to_dict(),
             "blend": {regime: list(blend) for regime, blend in self.blend.items()},
@@ -244,9 +244,9 @@ class HierarchicalPredictor:
             "level": self.level,
         }
         if self.covariances:
-            described["effects"] = {name: covariance.to_dict() for name, covariance in self.covariances.items()}
+            description["effects"] = {name: covariance.to_dict() for name, covariance in self.covariances.items()}
         return {
-            "predictor.json": (json.dumps(described, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(),
+            "predictor.json": (json.dumps(description, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(),
             "trees.npz": forests_to_bytes(self.forests),
             **{f"xgboost-{stage}.json": model for stage, model in self.boosters.items()},
         }
@@ -255,16 +255,16 @@ class HierarchicalPredictor:
     def from_files(cls, files: Mapping[str, bytes]) -> Self:
         """The inverse of ``to_files`` from files whose digests were verified; xgboost is not needed.
 
-        Raises ``IntegrityError`` for stages or features this version does not know, and for broken trees.
+        Raises ``IntegrityError`` for stages or features that this version does not know, and for broken trees.
         """
         try:
-            described = json.loads(files["predictor.json"])
-            stages = {str(stage): tuple(names) for stage, names in described["stages"].items()}
-            domain = TrainingDomain.from_dict(described["domain"])
-            blend = {str(regime): Blend(*map(float, values)) for regime, values in described["blend"].items()}
-            radii = {str(name): float(radius) for name, radius in described["radii"].items()}
-            level = float(described["level"])
-            covariances = covariances_from_dict(described.get("effects", {}))
+            description = json.loads(files["predictor.json"])
+            stages = {str(stage): tuple(names) for stage, names in description["stages"].items()}
+            domain = TrainingDomain.from_dict(description["domain"])
+            blend = {str(regime): Blend(*map(float, values)) for regime, values in description["blend"].items()}
+            radii = {str(name): float(radius) for name, radius in description["radii"].items()}
+            level = float(description["level"])
+            covariances = covariances_from_dict(description.get("effects", {}))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise IntegrityError(
                 "predictor.json does not describe a predictor",
@@ -275,11 +275,11 @@ class HierarchicalPredictor:
         for stage, names in stages.items():
             if STAGE_FEATURES.get(stage) != names:
                 known = STAGE_FEATURES.get(stage, ())
-                strange = [name for name in names if name not in known]
+                unknown = [name for name in names if name not in known]
                 raise IntegrityError(
                     f"the features of stage {stage!r} are not those of this version",
-                    got=f"{len(names)} of them" + (f", {', '.join(strange[:3])} among them" if strange else ""),
-                    expected=f"the {len(known)} that this version describes" if known else "a known stage",
+                    got=f"{len(names)} features" + (f", among them {', '.join(unknown[:3])}" if unknown else ""),
+                    expected=f"the {len(known)} features of this version" if known else "a known stage",
                     fix="retrain with this version of precision_time, or install the version that wrote the artifact",
                 )
         counts = {stage: len(names) for stage, names in stages.items()}
@@ -288,7 +288,7 @@ class HierarchicalPredictor:
 
 
 def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, seed: int) -> None:
-    """Train compute, and where parts were measured communication and the exposed share, each on what came before."""
+    """Train compute, and where parts were measured communication and exposed share, each on the stages before it."""
 
     def train(
         stage: str, observations: Sequence[Observation], rows: list[dict[str, float]], targets: npt.NDArray[np.float64]
@@ -308,7 +308,7 @@ def _fit_stages(timed: Sequence[Observation], boosters: dict[str, bytes], *, see
     )
     parallel = [number for number, observation in enumerate(timed) if observation.measurement.communication_time_s]
     if len(parallel) < FEWEST_TO_LEARN and len(timed) >= FEWEST_FOR_MANY:
-        # No stage is stacked on this one, and many rows need no choice of rounds.
+        # No stage is stacked on compute here, and many rows need no choice of rounds.
         matrix = feature_matrix(rows, STAGE_FEATURES["compute"])
         boosters["compute"] = boost(
             matrix, targets, parameters=choose_parameters(len(timed)) | _STAGE_ROUNDS, seed=seed

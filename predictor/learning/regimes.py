@@ -20,7 +20,7 @@ __all__ = [
     "REGIMES",
     "SHIPPED_COVARIANCES",
     "AlwaysTrees",
-    "CovarianceLesson",
+    "CovariancePlan",
     "Distance",
     "ErrorSource",
     "LeaveGroupsOut",
@@ -54,21 +54,21 @@ class AlwaysTrees:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroupsOut:
-    """The weight is best for rows whose ``group`` was left out of the fit."""
+    """The weight is the best for rows whose ``group`` is left out of the fit."""
 
     group: Callable[[Observation], Hashable]
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveLargeWorldsOut:
-    """The weight is best for rows of large worlds, predicted from small ones; with too few, as in ``otherwise``."""
+    """The weight is the best for rows of large worlds, predicted from small ones; with too few, as in ``otherwise``."""
 
     otherwise: str
 
 
 @dataclass(frozen=True, slots=True)
 class SmallestOf:
-    """The weight is the smallest of these regimes', where all of them have one."""
+    """The weight is the smallest of those of ``regimes``; none where one of them has none."""
 
     regimes: tuple[str, ...]
 
@@ -82,12 +82,12 @@ _OF_CLOSED_FORMS = PairPlan(groups={"network": 50, "family": 40, "chip": 120}, a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CovarianceLesson:
-    """How one covariance of errors is learned, and its shipped value for predictors that bring none.
+class CovariancePlan:
+    """How one covariance of errors is fitted, and its shipped value for predictors that lack it.
 
     It is fitted on ``pairs`` of the out-of-fold errors of ``split``, or of the errors of the closed forms where
     ``split`` is None. Without ``pairs`` it is an assumption. Shipped values are fits of the shipped table (10,837 rows,
-    seed 0), with the factors below 0.995.
+    seed 0), with the correlations below 0.995.
     """
 
     name: str
@@ -104,25 +104,25 @@ def _covariance(variance: float, repeat: float, **correlations: float) -> ErrorC
 class ErrorSource:
     """Why an answer is wrong: its log error is the sum of errors with these ``covariances``.
 
-    The first covariance is that of the network, the second that of a chip without measurements. ``lesson`` is the
-    covariance that this source defines, None where it only uses those of others.
+    The first covariance is that of the network, the second that of a chip without measurements. ``plan`` says how the
+    covariance that this source defines is fitted; None where the source uses only those of others.
     """
 
     name: str
     covariances: tuple[str, ...]
-    lesson: CovarianceLesson | None
+    plan: CovariancePlan | None
     #: whether the closed forms answered
     by_closed_forms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime(ErrorSource):
-    """One distance from the training data.
+    """How far a question is from the training data.
 
     ``holds`` says whether a question lies at this distance; exactly one regime holds. ``gaps`` counts the gaps in the
     training data that make a question one of this regime: its interval is fitted for these, and a question with more
     gaps gets the widest interval. ``subject`` names what was not measured. ``is_trusted_untested`` says whether the
-    trees of a small campaign, for which no blend can be learned, answer here. ``blend`` says how the weight of the
+    trees of a small campaign, which cannot learn a blend, answer here. ``blend`` says how the weight of the
     trees is learned. The errors of the first split in ``interval_splits`` that was scored set the interval.
     """
 
@@ -153,7 +153,7 @@ _RECORDS = (
         blend=AlwaysTrees(),
         interval_splits=("configuration",),
         covariances=("known",),
-        lesson=CovarianceLesson(
+        plan=CovariancePlan(
             name="known",
             split="configuration",
             pairs=_OF_NETWORK,
@@ -163,7 +163,7 @@ _RECORDS = (
             ),
         ),
     ),
-    # the network and the GPU were measured, each with others
+    # the network and the GPU were measured, but not together
     Regime(
         name="new pair",
         holds=lambda distance: (
@@ -175,7 +175,7 @@ _RECORDS = (
         blend=AlwaysTrees(),
         interval_splits=("source-model-gpu",),
         covariances=("new pair",),
-        lesson=CovarianceLesson(
+        plan=CovariancePlan(
             name="new pair",
             split="source-model-gpu",
             pairs=_OF_NETWORK,
@@ -195,7 +195,7 @@ _RECORDS = (
         blend=LeaveGroupsOut(lambda observation: observation.chip),
         interval_splits=("leave-gpu-out",),
         covariances=("known", "new gpu"),
-        lesson=CovarianceLesson(
+        plan=CovariancePlan(
             name="new gpu",
             split="leave-gpu-out",
             pairs=_OF_CHIP,
@@ -215,7 +215,7 @@ _RECORDS = (
         blend=LeaveGroupsOut(lambda observation: observation.network),
         interval_splits=("leave-model-out",),
         covariances=("new model",),
-        lesson=CovarianceLesson(
+        plan=CovariancePlan(
             name="new model",
             split="leave-model-out",
             pairs=_OF_NETWORK,
@@ -235,7 +235,7 @@ _RECORDS = (
         blend=LeaveGroupsOut(lambda observation: observation.setup.workload.family),
         interval_splits=("leave-family-out", "leave-model-out"),
         covariances=("new family",),
-        lesson=CovarianceLesson(
+        plan=CovariancePlan(
             name="new family",
             split="leave-family-out",
             pairs=_OF_NETWORK,
@@ -255,7 +255,7 @@ _RECORDS = (
         blend=SmallestOf(("new family", "new gpu")),
         interval_splits=("leave-gpu-out",),
         covariances=("new model", "new gpu"),
-        lesson=None,
+        plan=None,
     ),
     # more ranks than were measured
     Regime(
@@ -267,7 +267,7 @@ _RECORDS = (
         blend=LeaveLargeWorldsOut(otherwise="new gpu"),
         interval_splits=("scale",),
         covariances=("beyond scale",),
-        lesson=CovarianceLesson(
+        plan=CovariancePlan(
             name="beyond scale",
             split="scale",
             pairs=_OF_NETWORK,
@@ -282,12 +282,12 @@ _RECORDS = (
 #: Every regime by name, in the order of their usual errors: the smallest first.
 REGIMES: dict[str, Regime] = {regime.name: regime for regime in _RECORDS}
 
-#: Answers of the closed forms, which have no regime.
+#: The answers of the closed forms, which have no regime.
 CLOSED_FORMS = ErrorSource(
     name="closed forms",
     by_closed_forms=True,
     covariances=("closed forms",),
-    lesson=CovarianceLesson(
+    plan=CovariancePlan(
         name="closed forms",
         pairs=_OF_CLOSED_FORMS,
         shipped=_covariance(
@@ -302,7 +302,7 @@ CLOSED_FORMS_ON_CPU = ErrorSource(
     covariances=("closed forms", "cpu"),
     # An assumption, since no table of CPUs is shipped: 90 % of hosts lie within a factor of 3, with nearly the same
     # factor for all networks and precisions of one host.
-    lesson=CovarianceLesson(
+    plan=CovariancePlan(
         name="cpu",
         shipped=_covariance(
             (log(3) / 1.645) ** 2, 0.99, network=0.95, chip=0.0, gpu=0.0, framework=0.95, precision=0.97
@@ -311,26 +311,26 @@ CLOSED_FORMS_ON_CPU = ErrorSource(
 )
 
 _SOURCES: dict[str, ErrorSource] = REGIMES | {source.name: source for source in (CLOSED_FORMS, CLOSED_FORMS_ON_CPU)}
-#: How each covariance is learned, by the name under which a predictor keeps it.
-COVARIANCES: dict[str, CovarianceLesson] = {
-    source.lesson.name: source.lesson for source in _SOURCES.values() if source.lesson is not None
+#: How each covariance is fitted, by the name under which a predictor stores it.
+COVARIANCES: dict[str, CovariancePlan] = {
+    source.plan.name: source.plan for source in _SOURCES.values() if source.plan is not None
 }
-SHIPPED_COVARIANCES: dict[str, ErrorCovariance] = {name: lesson.shipped for name, lesson in COVARIANCES.items()}
+SHIPPED_COVARIANCES: dict[str, ErrorCovariance] = {name: plan.shipped for name, plan in COVARIANCES.items()}
 
 
 def find_error_source(name: str) -> ErrorSource:
     """The regime, or the closed forms, of this name; raises ``InputError`` for any other."""
     if name not in _SOURCES:
-        raise InputError("no such regime", got=name, expected=", ".join(_SOURCES))
+        raise InputError("unknown regime", got=name, expected=", ".join(_SOURCES))
     return _SOURCES[name]
 
 
 def covariances_of(
-    source: ErrorSource, learned: Mapping[str, ErrorCovariance]
+    source: ErrorSource, fitted: Mapping[str, ErrorCovariance]
 ) -> tuple[ErrorCovariance, ErrorCovariance | None]:
     """The covariance of the network's error and, for a chip without measurements, of the chip's.
 
-    The shipped value stands in for what ``learned`` lacks.
+    The shipped value replaces one that ``fitted`` lacks.
     """
-    of_network, *of_chip = (learned.get(name) or SHIPPED_COVARIANCES[name] for name in source.covariances)
+    of_network, *of_chip = (fitted.get(name) or SHIPPED_COVARIANCES[name] for name in source.covariances)
     return of_network, of_chip[0] if of_chip else None

@@ -32,7 +32,7 @@ __all__ = [
 
 Positions = npt.NDArray[np.int64]
 
-#: Trees on fewer rows predict nothing, so a fold must leave at least this many.
+#: Trees need at least this many rows, so a fold must leave as many.
 FEWEST_TO_LEARN = 4
 
 
@@ -56,9 +56,10 @@ NO_GOAL = Goal()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePlan:
-    """How measured rows correct what a split left out: rows of one ``group`` correct its others.
+    """How measured rows correct the rows that a split left out: rows of one ``group`` correct the others of it.
 
-    ``what`` names the rows, and ``covariance`` whose pairs of rows teach how errors correlate.
+    ``what`` describes the rows in reports, and ``covariance`` names the plan whose pairs of rows the correlation of
+    errors is fitted on.
     """
 
     what: str
@@ -70,7 +71,7 @@ class CurvePlan:
 class RotatingSplit:
     """Groups of rows are dealt to ``folds`` folds, and each fold is predicted from all the others.
 
-    ``curve`` says how corrections by measured rows are scored after this split, None where they are not.
+    ``curve`` says how corrections by measured rows are scored after this split; None where they are not scored.
     """
 
     title: str
@@ -88,7 +89,7 @@ class RotatingSplit:
         ]
 
     def is_feasible(self, observations: Sequence[Observation]) -> bool:
-        """Whether there are two groups or more, and enough rows whichever of them is left out."""
+        """Whether there are at least two groups, and enough rows to train on whichever group is left out."""
         sizes = Counter(self.group(observation) for observation in observations)
         return len(sizes) > 1 and len(observations) - max(sizes.values()) >= FEWEST_TO_LEARN
 
@@ -101,8 +102,8 @@ class RotatingSplit:
 class OneWaySplit:
     """Some rows are trained on and others predicted, never the other way round: one fold.
 
-    ``divide_rows`` divides the rows it is given. With a single fold no other fold has errors, so intervals are set
-    inside the training rows: ``divide_again`` divides those in the same way, one step nearer.
+    ``divide_rows`` makes the fold. With a single fold no other fold has errors, so intervals are fitted inside the
+    training rows: ``divide_again`` divides those in the same way, one step nearer.
     """
 
     title: str
@@ -117,7 +118,7 @@ class OneWaySplit:
         if not self.is_feasible(observations):
             raise InputError(
                 f"nothing can be left out: {self.title}",
-                got=f"{len(fold.train)} rows to learn from and {len(fold.test)} to predict",
+                got=f"{len(fold.train)} rows to train on and {len(fold.test)} to predict",
                 expected=f"at least {FEWEST_TO_LEARN} and 1",
                 fix="ask for another split",
             )
@@ -138,13 +139,13 @@ class OneWaySplit:
 
 
 def configuration_of(observation: Observation, *, with_precision: bool = True) -> tuple[str | int, ...]:
-    """The configuration of a row under its network's one name, so that synonyms stay together."""
+    """The configuration of a row under the one name of its network, so that synonyms stay together."""
     measured = replace(observation.measurement, model=observation.network)
     return (measured if with_precision else replace(measured, precision="")).configuration
 
 
 def same_but_precision(observation: Observation) -> tuple[Hashable, ...]:
-    """What rows of one source, script and machine have in common when they differ in precision alone."""
+    """A key that is equal for rows of one source, script and machine that differ in precision alone."""
     setup, measured = observation.setup, observation.measurement
     return (
         measured.source, measured.task_input, measured.framework, observation.network, setup.workload,
@@ -160,24 +161,24 @@ def _divide_by_scale(observations: Sequence[Observation], *, most: int) -> Fold:
 
 
 def _divide_by_precision(
-    observations: Sequence[Observation], *, taught: tuple[str, ...], known_by: Callable[[Observation], Hashable]
+    observations: Sequence[Observation], *, trained: tuple[str, ...], group: Callable[[Observation], Hashable]
 ) -> Fold:
-    """Rows at the ``taught`` policies are trained on; other rows with the ``known_by`` of one of them are predicted.
+    """Rows at the ``trained`` precisions are trained on; other rows of a ``group`` of theirs are predicted.
 
-    The rest is left out: it would ask about new models or batches as well.
+    The rest is left out: its models or batches are new as well.
     """
-    teaches = np.array([observation.setup.precision.name in taught for observation in observations], dtype=np.bool_)
-    keys = [known_by(observation) for observation in observations]
-    known = {key for key, is_taught in zip(keys, teaches, strict=True) if is_taught}
-    asked = np.array([key in known for key in keys], dtype=np.bool_) & ~teaches
-    return Fold(train=np.flatnonzero(teaches), test=np.flatnonzero(asked))
+    is_train = np.array([observation.setup.precision.name in trained for observation in observations], dtype=np.bool_)
+    groups = [group(observation) for observation in observations]
+    trained_groups = {name for name, trains in zip(groups, is_train, strict=True) if trains}
+    is_test = np.array([name in trained_groups for name in groups], dtype=np.bool_) & ~is_train
+    return Fold(train=np.flatnonzero(is_train), test=np.flatnonzero(is_test))
 
 
-#: Every split by name: what its folds leave out together, and how many folds there are. The seed is 0 by default.
+#: Every split by name: what its folds leave out together, and how many folds there are.
 SPLITS: dict[str, RotatingSplit | OneWaySplit] = {
-    # one row, mostly between repeats: the paper's own split, for comparison with it
+    # single rows, mostly with a repeat among the others: the split of the paper, for comparison with it
     "row": RotatingSplit(title="5-fold by row", folds=5, group=id, goal=Goal(0.05, 0.025)),
-    # all rows of a configuration: replicates never straddle two folds
+    # all rows of a configuration, so replicates are never in two folds
     "configuration": RotatingSplit(
         title="5-fold by configuration", folds=5, group=configuration_of, goal=Goal(0.06, 0.035)
     ),
@@ -231,16 +232,16 @@ SPLITS: dict[str, RotatingSplit | OneWaySplit] = {
         title="fp32 and tf32 to fewer bits",
         divide_rows=functools.partial(
             _divide_by_precision,
-            taught=("fp32", "tf32"),
-            known_by=functools.partial(configuration_of, with_precision=False),
+            trained=("fp32", "tf32"),
+            group=functools.partial(configuration_of, with_precision=False),
         ),
         divide_again=functools.partial(
-            _divide_by_precision, taught=("fp32",), known_by=lambda observation: observation.network
+            _divide_by_precision, trained=("fp32",), group=lambda observation: observation.network
         ),
     ),
 }
 
 
 def feasible_splits(observations: Sequence[Observation]) -> tuple[str, ...]:
-    """The names in ``SPLITS`` for which the rows hold enough to train on and something to leave out."""
+    """The names in ``SPLITS`` that leave enough rows to train on and some to predict."""
     return tuple(name for name, split in SPLITS.items() if split.is_feasible(observations))

@@ -36,8 +36,8 @@ _COLUMNS: dict[str, tuple[type[np.generic], ...]] = {
 }
 
 
-def _refuse(what: str, *, got: object, expected: str) -> IntegrityError:
-    return IntegrityError(f"tree arrays: {what}", got=got, expected=expected, fix="publish the artifact again")
+def _refuse(problem: str, *, got: object, expected: str) -> IntegrityError:
+    return IntegrityError(f"tree arrays: {problem}", got=got, expected=expected, fix="publish the artifact again")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class ForestNodes:
     """The nodes of a forest spelled out for walking; arrays over all nodes unless said otherwise.
 
     A row at node ``i`` goes on to ``child[i] + (cell >= threshold[i])``. A leaf is its own child and its threshold is
-    NaN, which no cell reaches, so that rows rest there and all trees take the same number of steps. ``column[i]`` is
+    NaN, which no cell reaches, so that rows stay there and all trees take the same number of steps. ``column[i]`` is
     twice the feature of the split, plus one where a missing value goes right: a row holds each feature twice, with
     minus and with plus infinity in place of NaN. ``levels`` holds, for each depth, the inner nodes of all trees, and
     ``width`` says how many features a row needs at least.
@@ -69,7 +69,7 @@ class FlatForest:
     a row of data goes left when ``row[split_feature] < split_threshold`` (float32), right otherwise, and a missing
     value (NaN) goes left when ``split_missing_left``. The children of the k-th inner node of a tree (from 0) are its
     nodes ``2k + 1`` and ``2k + 2``. ``value`` and ``cover`` are those of the leaves in their order; cover is the sum
-    of the weights of the training rows that ended there, or an empty array when nobody kept it.
+    of the weights of the training rows that ended there, or an empty array where covers were left out.
     """
 
     tree_sizes: npt.NDArray[np.int32]
@@ -82,7 +82,7 @@ class FlatForest:
     base_score: npt.NDArray[np.float32]
 
     def check(self, *, feature_count: int) -> None:
-        """Refuse any structure the evaluator could not walk to an end.
+        """Refuse any structure that the evaluator could not walk to its end.
 
         Raises ``IntegrityError`` for arrays of another type or length, too many trees or nodes, nodes that do not
         close to one binary tree each, a split outside the table, a feature outside ``feature_count``, a threshold or
@@ -104,9 +104,9 @@ class FlatForest:
                 expected=f"1..{MAX_NODES} nodes in 1..{MAX_TREES} trees",
             )
         if len(self.base_score) != 1 or not np.isfinite(self.base_score).all():
-            raise _refuse("base score", got=self.base_score, expected="one finite number")
+            raise _refuse("the base score is not usable", got=self.base_score, expected="one finite number")
         if self.tree_sizes.min() < 1 or self.tree_sizes.sum(dtype=np.int64) != count:
-            raise _refuse("tree sizes", got=self.tree_sizes[:5], expected=f"positive counts that sum to {count}")
+            raise _refuse("tree sizes do not add up", got=self.tree_sizes[:5], expected=f"positive, {count} in all")
         inner = self.split != 0
         leaves = count - int(inner.sum())
         splits = len(self.split_feature)
@@ -115,25 +115,27 @@ class FlatForest:
             raise _refuse("columns of the split table differ in length", got=lengths, expected=str(splits))
         if len(self.value) != leaves or len(self.cover) not in (0, leaves):
             raise _refuse(
-                "leaf columns",
+                "the leaf columns differ in length",
                 got=f"{len(self.value)} values and {len(self.cover)} covers",
                 expected=f"{leaves} values, and as many covers or none",
             )
         if int(self.split.max()) > splits:
-            raise _refuse("split index", got=int(self.split.max()), expected=f"0..{splits}")
+            raise _refuse("split index out of range", got=int(self.split.max()), expected=f"0..{splits}")
         if splits and int(self.split_feature.max()) >= feature_count:
-            raise _refuse("feature index", got=int(self.split_feature.max()), expected=f"0..{feature_count - 1}")
+            raise _refuse(
+                "feature index out of range", got=int(self.split_feature.max()), expected=f"0..{feature_count - 1}"
+            )
         if not (np.isfinite(self.split_threshold).all() and np.isfinite(self.value).all()):
             raise _refuse("a threshold or leaf value is not finite", got="NaN or infinity", expected="finite numbers")
         if not (np.isfinite(self.cover) & (self.cover > 0)).all():
             raise _refuse("a cover is not positive", got="zero, negative, NaN or infinity", expected="positive numbers")
         roots, left = self._place_children(inner)
-        # Of k inner nodes come 2k + 1 nodes, and each child is named once; parents before children exclude a cycle.
+        # A tree of k inner nodes has 2k + 1 nodes, each child named once; parents before children exclude a cycle.
         if (2 * np.add.reduceat(inner, roots, dtype=np.int64) + 1 != self.tree_sizes).any():
             raise _refuse("a tree does not close", got="other node counts", expected="2k + 1 nodes for k inner ones")
         if (left[inner] <= np.flatnonzero(inner)).any():
-            raise _refuse("order of nodes", got="a child at or before its parent", expected="breadth first")
-        _ = self.nodes  # refuses what is too deep, and is needed by the first prediction anyway
+            raise _refuse("the nodes are out of order", got="a child at or before its parent", expected="breadth first")
+        _ = self.nodes  # refuses a tree that is too deep, and the first prediction needs it anyway
 
     def _place_children(self, inner: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First node of each tree, and the place of the left child of each node if it is an inner one."""
@@ -150,7 +152,7 @@ class FlatForest:
         levels: list[npt.NDArray[np.int64]] = []
         while len(level := level[inner[level]]):
             if len(levels) == MAX_DEPTH:
-                raise _refuse("depth", got=f"more than {MAX_DEPTH}", expected=f"at most {MAX_DEPTH}")
+                raise _refuse("a tree is too deep", got=f"more than {MAX_DEPTH}", expected=f"at most {MAX_DEPTH}")
             levels.append(level)
             level = np.stack([left[level], left[level] + 1], axis=1).ravel()
         leaves = np.flatnonzero(~inner)
@@ -176,7 +178,7 @@ class FlatForest:
     def split_rows(self, rows: npt.ArrayLike) -> Iterator[npt.NDArray[np.float32]]:
         """``rows`` (n, features) as float32 matrices of few rows each, so that a walk stays in cache.
 
-        Raises ``InputError`` for rows that are no matrix or lack a feature of the trees.
+        Raises ``InputError`` for rows that are not a matrix or lack a feature of the trees.
         """
         matrix = np.asarray(rows, dtype=np.float32)
         if matrix.ndim != 2 or matrix.shape[1] < self.nodes.width:
@@ -219,7 +221,7 @@ class FlatForest:
             yield leaf
 
     def leaf_values(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """What each tree adds for each row; ``rows`` has shape (n, features), the result (n, trees)."""
+        """The value of each tree for each row; ``rows`` has shape (n, features), the result (n, trees)."""
         chunks = [self.nodes.value.take(leaf) for leaf in self.find_leaves(rows)]
         return np.concatenate([np.empty((0, len(self.tree_sizes)), dtype=np.float32), *chunks])
 
@@ -268,12 +270,12 @@ def flatten_xgboost(model_json: bytes, *, keep_cover: bool = True) -> FlatForest
     learner = json.loads(model_json)["learner"]
     booster = learner["gradient_booster"]
     if booster["name"] != "gbtree":
-        raise _refuse("booster kind", got=booster["name"], expected="gbtree")
+        raise _refuse("another kind of booster", got=booster["name"], expected="gbtree")
     if int(learner["learner_model_param"].get("num_class", "0")) > 1:
-        raise _refuse("number of classes", got=learner["learner_model_param"]["num_class"], expected="a regression")
+        raise _refuse("several classes", got=learner["learner_model_param"]["num_class"], expected="a regression")
     trees = booster["model"]["trees"]
     if any(any(tree["split_type"]) or tree["categories"] for tree in trees):
-        raise _refuse("a split", got="categorical", expected="numeric splits")
+        raise _refuse("another kind of split", got="categorical", expected="numeric splits")
 
     def column(name: str, kind: type[np.generic]) -> npt.NDArray[Any]:
         return np.concatenate([np.asarray(tree[name], dtype=kind) for tree in trees])
@@ -285,7 +287,7 @@ def flatten_xgboost(model_json: bytes, *, keep_cover: bool = True) -> FlatForest
     levels: list[npt.NDArray[np.int64]] = []
     while len(level):
         if len(levels) > MAX_DEPTH or len(level) > len(left):
-            raise _refuse("depth", got=f"more than {MAX_DEPTH}, or a cycle", expected=f"at most {MAX_DEPTH}")
+            raise _refuse("a cycle, or a tree is too deep", got=f"over {MAX_DEPTH}", expected=f"at most {MAX_DEPTH}")
         levels.append(level)
         level = level[left[level] >= 0]
         level = (np.stack([left[level], right[level]], axis=1) + offset[level, None]).ravel()
@@ -323,8 +325,8 @@ def forests_to_bytes(forests: Mapping[str, FlatForest]) -> bytes:
 def forests_from_bytes(data: bytes, *, feature_counts: Mapping[str, int]) -> dict[str, FlatForest]:
     """The forests of a ``trees.npz``, each checked; exactly those that ``feature_counts`` names.
 
-    Raises ``IntegrityError`` when the file is not such an archive, unpacks to more than it may, holds other arrays,
-    or a forest does not pass ``FlatForest.check``.
+    Raises ``IntegrityError`` when the file is not such an archive, unpacks to more than ``MAX_UNPACKED_BYTES``, holds
+    other arrays, or a forest does not pass ``FlatForest.check``.
     """
     expected = {f"{name}.{column}" for name in feature_counts for column in _COLUMNS}
     try:
@@ -332,15 +334,15 @@ def forests_from_bytes(data: bytes, *, feature_counts: Mapping[str, int]) -> dic
             unpacked = sum(entry.file_size for entry in archive.infolist())
             names = [entry.filename.removesuffix(".npy") for entry in archive.infolist()]
         if unpacked > MAX_UNPACKED_BYTES:
-            raise _refuse("unpacked size", got=unpacked, expected=f"at most {MAX_UNPACKED_BYTES} bytes")
+            raise _refuse("too large when unpacked", got=unpacked, expected=f"at most {MAX_UNPACKED_BYTES} bytes")
         if sorted(names) != sorted(expected):
-            raise _refuse("members", got=sorted(set(names) ^ expected)[:5], expected="exactly the arrays of the stages")
+            raise _refuse("wrong members", got=sorted(set(names) ^ expected)[:5], expected="the arrays of the stages")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             loaded = {key: arrays[key] for key in expected}
-        # numpy hands a member that is no array over as its bytes.
-        if strange := sorted(key for key, array in loaded.items() if not isinstance(array, np.ndarray)):
-            raise _refuse("the file cannot be read", got=f"{strange[0]} is no array", expected="arrays alone")
-    # Readers of zip, deflate and npy raise a dozen kinds of errors at damaged input, and not all are documented.
+        # numpy returns a member that is not an array as its bytes.
+        if others := sorted(key for key, array in loaded.items() if not isinstance(array, np.ndarray)):
+            raise _refuse("the file cannot be read", got=f"{others[0]} is no array", expected="arrays alone")
+    # Readers of zip, deflate and npy raise a dozen kinds of errors for damaged input, and not all are documented.
     except Exception as error:
         if isinstance(error, IntegrityError):
             raise

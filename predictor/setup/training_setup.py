@@ -1,4 +1,4 @@
-"""TrainingSetup: one training job, as closed forms, features and trees read it."""
+"""TrainingSetup: one training job in full, the input of closed forms and features."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ __all__ = ["TrainingSetup", "fill_pipeline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """One training job: a workload on hardware, at a precision, on so many ranks, with a batch.
+    """One training job: a workload on hardware, at a precision, on a number of ranks, with a batch.
 
     ``batch_size`` counts the samples of one replica in one micro-step. ``parallelism`` says how the ranks divide the
     work; plain data parallelism over all ranks is stored as None, so that equal setups compare equal.
@@ -38,7 +38,7 @@ class TrainingSetup:
 
     @property
     def layout(self) -> Parallelism:
-        """The degrees of parallelism; by default every rank is a replica."""
+        """The degrees of parallelism; every rank is a replica by default."""
         return self.parallelism or Parallelism(data=self.world_size)
 
     @property
@@ -53,7 +53,7 @@ class TrainingSetup:
 
     @property
     def chip(self) -> str:
-        """The silicon, which sister parts share; a CPU is its own."""
+        """The silicon, which sister parts share; a CPU counts as its own chip."""
         return self.hardware.chip or self.hardware.name
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,8 +84,8 @@ class TrainingSetup:
 
 
 def fill_pipeline(*, stages: int, batch_size: int, micro_steps: int) -> tuple[int, int]:
-    """The samples of a micro-step and the number of micro-steps, for a batch given as one.
+    """The samples of a micro-step and the number of micro-steps of one optimizer step.
 
-    A pipeline without accumulation divides the batch itself; micro-steps of one sample fill it best.
+    A pipeline without accumulation divides its batch into micro-steps of one sample, which fill it best.
     """
     return (1, batch_size) if stages > 1 and micro_steps == 1 else (batch_size, micro_steps)

@@ -1,4 +1,4 @@
-"""Checks of the numbers and words with which questions and measured rows describe a setup."""
+"""Checks of the values by which questions and measured rows describe a setup."""
 
 import math
 import operator
@@ -15,7 +15,7 @@ _LARGEST_COUNT = 10**15
 
 
 def check_count(name: str, value: Any, *, at_most: int = _LARGEST_COUNT) -> int:
-    """``value`` as an integer from 1 to ``at_most``; raises ``InputError``, in which it is called ``name``."""
+    """``value`` as an integer from 1 to ``at_most``; raises ``InputError``, which calls it ``name``."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -44,7 +44,7 @@ def check_compiled(value: Any) -> bool | None:
 
 
 def count_nodes(world_size: int, nodes: Any, hardware: HardwareSpec) -> int:
-    """The nodes that hold the ranks: ``nodes``, or where that is None as few as hold them.
+    """The number of nodes: ``nodes``, or the fewest that hold the ranks where it is None.
 
     Raises ``InputError`` when the ranks do not divide evenly over the nodes.
     """

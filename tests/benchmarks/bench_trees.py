@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xgboost
 from bench_predict import paired_ratio, timed
 
-from precision_time.predictor.learning.contributions import path_contributions
+from precision_time.predictor.answering.explain import path_contributions
 from precision_time.predictor.learning.trees import FlatForest, flatten_xgboost, forests_from_bytes, forests_to_bytes
 
 FEATURES = 40

@@ -45,7 +45,7 @@ ESTIMATE = TimeEstimate(
         (152000 * 4, "7 d 0 h 53 m 20 s"),
     ],
 )
-def test_durations_read_as_people_say_them(seconds: float, text: str) -> None:
+def test_durations_are_printed_in_readable_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 

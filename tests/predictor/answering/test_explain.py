@@ -1,20 +1,37 @@
-"""An explanation adds up: parts to the closed form, factors to what the trees made of it."""
+"""An explanation adds up: parts to the closed form, and factors, like XGBoost's contributions, to the answer."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import xgboost
 
-from precision_time.predictor.answering.explain import Explanation, explain_query, feature_importances
+from precision_time.predictor.answering.explain import (
+    Explanation,
+    expected_value,
+    explain_query,
+    feature_importances,
+    gain_importances,
+    path_contributions,
+)
 from precision_time.predictor.learning.blending import CLOSED_FORM_ONLY, Blend
 from precision_time.predictor.learning.hierarchy import HierarchicalPredictor
+from precision_time.predictor.learning.trees import FlatForest, flatten_xgboost
 from precision_time.predictor.rows.features import FEATURE_GROUPS, SETUP_FEATURES, Query
 from precision_time.predictor.rows.observations import Observation, observe
 from precision_time.predictor.setup.hardware import find_hardware
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import Parallelism
 from precision_time.predictor.workloads.workload import find_workload
+from precision_time.storage.errors import InputError
+
+FEATURES = 5
+UNUSED = 4
+NAMES = ["wide", "narrow", "noise", "step", "unused"]
 
 
 def explain(query: Query, predictor: HierarchicalPredictor | None) -> Explanation:
@@ -53,7 +70,7 @@ def test_the_factors_multiply_to_the_answer_over_the_closed_form(large_predictor
 
 
 @pytest.mark.parametrize("blend", [Blend(0.3, 1.7), Blend(0.0, 1.7), Blend(1.0, 1.7)])
-def test_they_do_so_in_a_blend_too(large_predictor, many_rows, blend: Blend) -> None:
+def test_the_factors_multiply_to_the_answer_in_any_blend(large_predictor, many_rows, blend: Blend) -> None:
     blended = dataclasses.replace(large_predictor, blend={"known": blend})
     query = many_rows[0].query
     factors = explain(query, blended).factors
@@ -63,20 +80,20 @@ def test_they_do_so_in_a_blend_too(large_predictor, many_rows, blend: Blend) -> 
         assert set(factors.values()) == {1.0}
 
 
-def test_in_a_regime_that_the_artifact_does_not_speak_of_nothing_is_learned(large_predictor, many_rows) -> None:
-    silent = dataclasses.replace(large_predictor, blend={})
-    assert set(explain(many_rows[0].query, silent).factors.values()) == {1.0}
+def test_in_a_regime_without_a_blend_all_factors_are_1(large_predictor, many_rows) -> None:
+    without_blend = dataclasses.replace(large_predictor, blend={})
+    assert set(explain(many_rows[0].query, without_blend).factors.values()) == {1.0}
 
 
-def test_what_decides_is_named(large_predictor, many_rows) -> None:
+def test_the_deciding_group_has_the_largest_factor(large_predictor, many_rows) -> None:
     # fp32 takes 1.5 and amp_fp16 2.5 times the closed form, and nothing else matters
-    told = {}
-    for seen in many_rows[:200]:
-        factors = explain(seen.query, large_predictor).factors
-        told[seen.measurement.precision] = factors
+    by_precision = {}
+    for observation in many_rows[:200]:
+        factors = explain(observation.query, large_predictor).factors
+        by_precision[observation.measurement.precision] = factors
         others = [abs(math.log(factors[group])) for group in ("network", "batch", "ranks and links", "implementation")]
         assert max(others) < abs(math.log(factors["precision"]))
-    assert told["fp32"]["precision"] < 1 < told["amp_fp16"]["precision"]
+    assert by_precision["fp32"]["precision"] < 1 < by_precision["amp_fp16"]["precision"]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +124,11 @@ def test_parts_that_take_no_time_are_left_out(many_rows) -> None:
     assert {"host copy", "recomputation"} < set(explain(copied, None).closed_form_s)
 
 
-def test_without_a_predictor_nothing_is_learned(many_rows) -> None:
+def test_without_a_predictor_there_are_no_factors(many_rows) -> None:
     assert explain(many_rows[0].query, None).factors == {}
 
 
-def test_without_a_model_of_the_whole_the_factors_are_those_of_compute(measure) -> None:
+def test_without_a_total_stage_the_factors_are_those_of_compute(measure) -> None:
     rows = observe(measure())
     predictor = HierarchicalPredictor.fit(rows)
     query = rows[0].query
@@ -125,11 +142,11 @@ def test_a_predictor_read_from_files_explains_the_same(large_predictor, many_row
     loaded = HierarchicalPredictor.from_files({name: files[name] for name in ("predictor.json", "trees.npz")})
     query = many_rows[7].query
     assert explain(query, loaded) == explain(query, large_predictor)
-    # importances need the training library's own files, which an answer does without
+    # importances need the XGBoost files, which answers do not
     assert feature_importances(loaded) == {}
 
 
-def test_importances_are_shares_of_the_gain_with_what_decides_first(large_predictor) -> None:
+def test_importances_are_shares_of_the_gain_with_the_largest_first(large_predictor) -> None:
     shares = feature_importances(large_predictor)
     assert set(shares) == set(SETUP_FEATURES)
     assert sum(shares.values()) == pytest.approx(1.0)
@@ -138,6 +155,121 @@ def test_importances_are_shares_of_the_gain_with_what_decides_first(large_predic
 
 
 def test_an_explanation_is_plain_values(large_predictor, many_rows) -> None:
-    told = explain(many_rows[0].query, large_predictor).to_dict()
-    assert set(told) == {"closed_form_s", "factors"}
-    assert all(type(value) is float for part in told.values() for value in part.values())
+    values = explain(many_rows[0].query, large_predictor).to_dict()
+    assert set(values) == {"closed_form_s", "factors"}
+    assert all(type(value) is float for part in values.values() for value in part.values())
+
+
+# Contributions and gains of single forests, against XGBoost.
+
+
+def draw_rows(*, rows: int, seed: int) -> npt.NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    matrix = rng.normal(size=(rows, FEATURES)).astype(np.float32)
+    matrix[:, 3] = np.round(matrix[:, 3])
+    matrix[rng.random(matrix.shape) < 0.1] = np.nan
+    return matrix
+
+
+def train(*, depth: int, seed: int = 0, trees: int = 30) -> xgboost.Booster:
+    matrix = draw_rows(rows=600, seed=seed)
+    clean = np.nan_to_num(matrix)
+    target = 3 * clean[:, 0] + clean[:, 1] * clean[:, 3] + np.where(np.isnan(matrix[:, 3]), 2.0, 0.0)
+    matrix[:, UNUSED] = 1.0  # a constant column offers no split
+    parameters = {"max_depth": depth, "seed": seed, "nthread": 1, "eta": 0.2, "subsample": 0.8, "base_score": 0.5}
+    return xgboost.train(parameters, xgboost.DMatrix(matrix, target), num_boost_round=trees)
+
+
+@pytest.fixture(scope="module")
+def booster() -> xgboost.Booster:
+    return train(depth=5)
+
+
+@pytest.fixture(scope="module")
+def forest(booster: xgboost.Booster) -> FlatForest:
+    return flatten_xgboost(bytes(booster.save_raw("json")))
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6, 8])
+def test_contributions_equal_those_of_xgboost(depth: int) -> None:
+    booster = train(depth=depth, seed=depth)
+    forest = flatten_xgboost(bytes(booster.save_raw("json")))
+    rows = draw_rows(rows=150, seed=100)
+    theirs = booster.predict(xgboost.DMatrix(rows), pred_contribs=True, approx_contribs=True)
+    np.testing.assert_allclose(path_contributions(forest, rows), theirs[:, :-1], atol=1e-4)
+    assert expected_value(forest) == pytest.approx(theirs[0, -1], abs=1e-4)
+
+
+def test_contributions_and_the_expected_value_sum_to_the_prediction(forest: FlatForest) -> None:
+    rows = draw_rows(rows=1500, seed=7)  # more than one chunk of a walk
+    rows[0] = 1e30
+    rows[1] = np.nan
+    rows[2] = np.inf
+    rows[3] = -np.inf
+    summed = path_contributions(forest, rows).sum(axis=1) + expected_value(forest)
+    np.testing.assert_allclose(summed, forest.predict(rows), atol=1e-4)
+
+
+def test_coarse_covers_still_sum_to_the_prediction(forest: FlatForest) -> None:
+    rng = np.random.default_rng(0)
+    coarse = dataclasses.replace(forest, cover=rng.uniform(1e-7, 6e4, len(forest.cover)).astype(np.float16))
+    rows = draw_rows(rows=20, seed=8)
+    summed = path_contributions(coarse, rows).sum(axis=1) + expected_value(coarse)
+    np.testing.assert_allclose(summed, coarse.predict(rows), atol=1e-4)
+
+
+def test_a_feature_no_tree_splits_on_adds_nothing(forest: FlatForest) -> None:
+    added = path_contributions(forest, draw_rows(rows=50, seed=9))
+    assert (added[:, UNUSED] == 0).all()
+    assert (added[:, 0] != 0).all()
+
+
+def test_trees_without_a_split_leave_all_to_the_expected_value() -> None:
+    rows = draw_rows(rows=30, seed=1)
+    booster = xgboost.train({"base_score": 2.0}, xgboost.DMatrix(rows, np.full(30, 4.0)), num_boost_round=3)
+    forest = flatten_xgboost(bytes(booster.save_raw("json")))
+    assert (path_contributions(forest, rows) == 0).all()
+    assert expected_value(forest) == pytest.approx(float(forest.predict(rows)[0]))
+
+
+def test_no_rows_give_no_contributions_and_rows_of_another_shape_are_refused(forest: FlatForest) -> None:
+    assert path_contributions(forest, np.empty((0, FEATURES))).shape == (0, FEATURES)
+    with pytest.raises(InputError, match="rows do not fit the trees"):
+        path_contributions(forest, np.zeros((3, 2)))
+    with pytest.raises(InputError, match="rows do not fit the trees"):
+        path_contributions(forest, np.zeros(FEATURES))
+
+
+def test_a_forest_without_covers_is_refused_with_the_fix(booster: xgboost.Booster) -> None:
+    bare = flatten_xgboost(bytes(booster.save_raw("json")), keep_cover=False)
+    with pytest.raises(InputError, match="keep_cover"):
+        path_contributions(bare, draw_rows(rows=2, seed=0))
+
+
+def test_gain_importances_are_the_normalised_total_gain_of_xgboost(booster: xgboost.Booster) -> None:
+    gains = gain_importances(bytes(booster.save_raw("json")), NAMES)
+    theirs = booster.get_score(importance_type="total_gain")
+    total = sum(theirs.values())
+    for number, name in enumerate(NAMES):
+        assert gains[name] == pytest.approx(theirs.get(f"f{number}", 0.0) / total, abs=1e-6)
+    assert sum(gains.values()) == pytest.approx(1)
+    assert next(iter(gains)) == "wide"
+
+
+def test_gain_of_pruned_splits_does_not_count() -> None:
+    rows = draw_rows(rows=200, seed=5)
+    data = xgboost.DMatrix(rows, np.nan_to_num(rows[:, 0]))
+    booster = xgboost.train(
+        {"tree_method": "exact", "max_depth": 4, "gamma": 5.0, "nthread": 1}, data, num_boost_round=5
+    )
+    gains = gain_importances(bytes(booster.save_raw("json")), NAMES)
+    theirs = booster.get_score(importance_type="total_gain")
+    assert gains["wide"] == pytest.approx(theirs["f0"] / sum(theirs.values()), abs=1e-6)
+
+
+def test_gain_importances_refuse_missing_names_and_allow_no_split(booster: xgboost.Booster) -> None:
+    with pytest.raises(InputError, match="without a name"):
+        gain_importances(bytes(booster.save_raw("json")), NAMES[:2])
+    model = json.loads(bytes(booster.save_raw("json")))
+    model["learner"]["gradient_booster"]["model"]["trees"] = []
+    assert gain_importances(json.dumps(model).encode(), ["a", "b"]) == {"a": 0.0, "b": 0.0}

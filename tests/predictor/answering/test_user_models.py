@@ -1,10 +1,9 @@
-"""What a user may give as a model: a module, a factory, a configuration, a card; and what is refused."""
+"""What a user may pass as a model: a name, a module, a factory or a configuration; and what is refused."""
 
 import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from precision_time import predict_time
 from precision_time.__main__ import run
-from precision_time.predictor.answering.user_models import import_factory, parse_quantity, resolve_model
+from precision_time.predictor.answering.user_models import import_factory, resolve_model
 from precision_time.predictor.workloads.workload import find_workload
 from precision_time.storage.errors import InputError, NotFoundError, UnknownNameError
 
@@ -94,7 +93,7 @@ class Unlisted(nn.Module):
         return self.first(tokens), {"second": self.second(tokens).mean(1), "ids": tokens.argmax(-1)}
 
 
-def test_a_model_nobody_listed_is_predicted_from_its_module(publish_made_up, measure, tmp_path: Path) -> None:
+def test_an_unlisted_model_is_predicted_from_its_module(publish_made_up, measure, tmp_path: Path) -> None:
     publish_made_up(str(tmp_path / "registry"), measure())
     model, sample = Unlisted(), torch.randn(2, 5, 61, 47)
 
@@ -121,13 +120,13 @@ def test_a_model_nobody_listed_is_predicted_from_its_module(publish_made_up, mea
     assert (work.kind, work.task_input) == ("vision_transformer", "61x47")
 
 
-def test_a_module_whose_name_is_a_known_one_is_not_taken_for_it() -> None:
+def test_a_module_with_the_name_of_a_known_model_is_not_taken_for_it() -> None:
     class resnet50(nn.Linear):
         pass
 
-    found = resolve_model(resnet50(8, 8), sample_input="8").workload
-    assert (found.name, found.network, found.family) == ("resnet50", "own:resnet50", "")
-    assert found.forward_flops_per_sample == 2 * 8 * 8
+    workload = resolve_model(resnet50(8, 8), sample_input="8").workload
+    assert (workload.name, workload.network, workload.family) == ("resnet50", "own:resnet50", "")
+    assert workload.forward_flops_per_sample == 2 * 8 * 8
 
 
 def test_frozen_parameters_reach_the_closed_form() -> None:
@@ -139,37 +138,37 @@ def test_frozen_parameters_reach_the_closed_form() -> None:
     assert part.optimizer_time_s < whole.optimizer_time_s
 
 
-def test_a_module_without_a_sample_is_told_what_is_missing() -> None:
+def test_a_module_without_a_sample_is_refused() -> None:
     with pytest.raises(InputError, match=r"needs a sample of its input.*sample_input="):
         predict_time(nn.Linear(8, 8), "fp32", batch_size=1)
 
 
-def test_a_size_for_known_models_does_not_go_with_a_module() -> None:
+def test_task_input_does_not_go_with_a_module() -> None:
     with pytest.raises(InputError, match="task_input goes with"):
         resolve_model(nn.Linear(8, 8), sample_input="8", task_input="224")
 
 
-@pytest.mark.parametrize("told", [{"sample_input": "3x224x224"}, {"loss": print}])
+@pytest.mark.parametrize("arguments", [{"sample_input": "3x224x224"}, {"loss": print}])
 @pytest.mark.parametrize("model", ["resnet50", RESNET_50])
-def test_a_sample_does_not_go_with_what_is_no_module(model: object, told: dict[str, Any]) -> None:
+def test_sample_input_and_loss_go_only_with_a_module(model: object, arguments: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="go with a module"):
-        resolve_model(model, **told)
+        resolve_model(model, **arguments)
 
 
 @pytest.mark.parametrize("model", [None, 3, nn.Linear, b"resnet50", ["resnet50"]])
-def test_what_is_no_model_is_told_what_one_is(model: object) -> None:
+def test_other_objects_are_refused_as_models(model: object) -> None:
     with pytest.raises(InputError, match="not a model"):
         resolve_model(model)
 
 
-def test_names_are_found_as_ever() -> None:
+def test_names_are_found_as_by_find_workload() -> None:
     assert resolve_model("resnet50").workload == find_workload("resnet50")
     assert resolve_model("bert_base", task_input="512").workload == find_workload("bert_base", task_input="512")
     with pytest.raises(UnknownNameError, match="resnet50"):
         resolve_model("resnet5O")
 
 
-def test_features_at_hand_are_a_model_too() -> None:
+def test_workload_features_are_a_model() -> None:
     work = find_workload("resnet50")
     assert resolve_model(work).workload is work
 
@@ -196,18 +195,18 @@ def test_a_model_that_was_measured_under_its_dotted_name_is_not_walked_again() -
 
 @pytest.mark.usefixtures("factories")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("no_such_module:net", "cannot be imported.*No module named"),
         ("my_factories:no_net", "cannot be imported.*no_net"),
         (":net", "cannot be imported"),
-        ("my_factories:words", "of another kind; got: str"),
+        ("my_factories:words", "does not return a model; got: str"),
         ("my_factories:fails", "fails; got: OSError: no data set here"),
         ("my_factories:net", "needs a sample"),
     ],
 )
-def test_a_factory_that_gives_no_model_is_bad_input(name: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_a_factory_without_a_model_is_refused(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         resolve_model(name)
 
 
@@ -226,111 +225,31 @@ def test_a_module_is_imported_from_the_current_folder(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("factories")
 def test_the_command_line_takes_a_factory_with_its_sample(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["predict", "--precision", "fp32", "--batch-size", "8", "--json", "--model", "my_factories:net"]
-    assert run([*asked, "--sample-input", "16"]) == 0
+    command = ["predict", "--precision", "fp32", "--batch-size", "8", "--json", "--model", "my_factories:net"]
+    assert run([*command, "--sample-input", "16"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "my_factories:net"
-    assert run(asked) == 2
+    assert run(command) == 2
     assert "--sample-input" in capsys.readouterr().err
-
-
-# Cards.
-
-
-@dataclass
-class MyCard:
-    params: float = 25.6e6
-    forward_flops: float = 8.2e9
-    convolution_share: float | None = 1.0
-    attention_share: float | None = None
-
-
-def test_a_card_of_a_known_network_gives_about_its_time() -> None:
-    real = predict_time("resnet50", "fp32", batch_size=64).iteration_time_s
-    by_card = predict_time(RESNET_50 | {"activations": 11.1e6}, "fp32", batch_size=64).iteration_time_s
-    assert abs(math.log(by_card / real)) < math.log(1.25)
-    # the base model of BERT at 512 tokens, by its published sizes
-    card = {"params": 110e6, "forward_flops": 121e9, "attention_share": 0.08, "sequence_length": 512}
-    by_card = predict_time(card, "fp32", batch_size=8).iteration_time_s
-    real = predict_time("bert_base", "fp32", batch_size=8, task_input="512").iteration_time_s
-    assert abs(math.log(by_card / real)) < math.log(1.25)
-
-
-def test_a_dataclass_is_a_card_and_numbers_may_have_suffixes() -> None:
-    assert resolve_model(MyCard()) == resolve_model(RESNET_50)
-    assert resolve_model({"params": "25.6M", "forward_flops": "8.2G", "convolution_share": 1}) == resolve_model(
-        RESNET_50
-    )
-
-
-def test_a_card_says_what_it_assumed_and_takes_what_it_is_told() -> None:
-    bare = resolve_model({"params": 1e6, "forward_flops": 1e9})
-    assert any("assumed a network of convolutions" in reason for reason in bare.reasons)
-    assert (bare.workload.name, bare.workload.kind, bare.workload.walks) == ("my model", "cnn", None)
-    told = resolve_model(
-        {"params": 1e6, "forward_flops": 1e9, "kind": "language_decoder", "name": "bert_base"}
-    ).workload
-    assert (told.kind, told.name, told.network, told.family) == ("language_decoder", "bert_base", "own:bert_base", "")
-    assert told.optimizer == "adamw"
-    assert told.convolution_flops_share == 0
-
-
-@pytest.mark.parametrize(
-    ("card", "said"),
-    [
-        ({}, "lacks params"),
-        ({"params": 1e6}, "lacks forward_flops"),
-        ({"params": -1, "forward_flops": 1e9}, "params of the card of my model is not usable; got: -1"),
-        ({"params": 0.5, "forward_flops": 1e9}, "at least 1"),
-        ({"params": 1e6, "forward_flops": 0}, "forward_flops .* is not usable"),
-        ({"params": 1e6, "forward_flops": math.inf}, "is not usable"),
-        ({"params": math.nan, "forward_flops": 1}, "is not usable"),
-        ({"params": True, "forward_flops": 1}, "is not usable; got: True"),
-        ({"params": [1], "forward_flops": 1}, "is not usable"),
-        ({"params": "many", "forward_flops": 1}, "params is not a number"),
-        (RESNET_50 | {"attention_share": 0.2}, "do not fit"),
-        (RESNET_50 | {"convolution_share": 1.5}, "share from 0 to 1"),
-        (RESNET_50 | {"activations": -4}, "activations"),
-        (RESNET_50 | {"foward_flops": 1e9}, "unknown key of a model card.*forward_flops"),
-        (RESNET_50 | {"kind": "transformer"}, "unknown kind of model.*vision_transformer"),
-    ],
-)
-def test_a_card_that_cannot_be_used_says_why(card: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        resolve_model(card)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("25.6M", 25.6e6), ("7B", 7e9), ("8.2 g", 8.2e9), ("1e9", 1e9), ("3", 3.0), ("1.5e3k", 1.5e6), (".5T", 5e11)],
-)
-def test_a_number_may_have_a_suffix(text: str, value: float) -> None:
-    assert parse_quantity("params", text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize("text", ["", "M", "-3", "1,000", "3 apples", "0x10", "nan"])
-def test_what_is_no_number_is_bad_input(text: str) -> None:
-    with pytest.raises(InputError, match="is not a number"):
-        parse_quantity("params", text)
 
 
 # Paths.
 
 
 @pytest.mark.parametrize("path", ["./none", "/none/config.json", "none.json", Path("none")])
-def test_a_path_without_a_configuration_is_said_to_be_none(path: str | Path) -> None:
+def test_a_path_without_a_configuration_is_refused(path: str | Path) -> None:
     with pytest.raises(NotFoundError, match="no Hugging Face configuration"):
         resolve_model(path)
 
 
-@pytest.mark.parametrize("name", ["somebody/llama2-7bb", "bert/" * 2000, "a/\0b"])
-def test_a_name_on_a_hub_is_not_fetched(name: str) -> None:
+@pytest.mark.parametrize("name", ["someone/llama2-7bb", "bert/" * 2000, "a/\0b"])
+def test_a_name_on_a_hub_is_not_downloaded(name: str) -> None:
     with pytest.raises(UnknownNameError, match="nothing is downloaded"):
         resolve_model(name)
 
 
-def test_the_last_part_of_a_name_on_a_hub_leads_to_the_nearest() -> None:
+def test_an_unknown_name_on_a_hub_offers_the_nearest_of_its_last_part() -> None:
     with pytest.raises(UnknownNameError) as refused:
-        resolve_model("somebody/llama2_7bb")
+        resolve_model("someone/llama2_7bb")
     assert "llama2_7b" in refused.value.nearest
 
 

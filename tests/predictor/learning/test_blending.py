@@ -1,4 +1,4 @@
-"""How far the trees are trusted: all the way where what they learned carries over, hardly where it does not."""
+"""The weight of the trees: near 1 where an effect that they learned carries over, near 0 where it does not."""
 
 import random
 
@@ -15,7 +15,7 @@ TREES_S, CLOSED_S = np.array([2.0, 3.0]), np.array([8.0, 5.0])
 
 
 def by_chance(name: str) -> float:
-    """A factor that nothing but the name tells: between a half and twice."""
+    """A factor between a half and two that depends on nothing but the name."""
     return 2.0 ** random.Random(name).uniform(-1, 1)
 
 
@@ -23,7 +23,7 @@ def weights(observations: list[Observation]) -> dict[str, float]:
     return {regime: blend.weight for regime, blend in learn_blend(observations, seed=0).items()}
 
 
-def test_a_weight_of_one_is_the_trees_and_of_zero_the_corrected_closed_form() -> None:
+def test_weight_1_is_the_trees_and_weight_0_the_corrected_closed_form() -> None:
     blend = {"known": Blend(1.0, 3.0), "new gpu": Blend(0.0, 3.0)}
     np.testing.assert_allclose(
         apply_blend([blend["known"], blend["new gpu"]], trees_s=TREES_S, closed_s=CLOSED_S), [2.0, 15.0]
@@ -43,7 +43,7 @@ def test_in_a_regime_without_a_blend_the_closed_form_answers_as_it_is() -> None:
     assert CLOSED_FORM_ONLY == (0.0, 1.0)
 
 
-def test_what_the_precision_decides_carries_over_to_every_regime(many_rows, few_rounds) -> None:
+def test_an_effect_of_the_precision_carries_over_to_every_regime(many_rows, few_rounds) -> None:
     learned = learn_blend(many_rows, seed=0)
     assert set(learned) == set(REGIMES)
     assert min(blend.weight for blend in learned.values()) > 0.9
@@ -51,38 +51,40 @@ def test_what_the_precision_decides_carries_over_to_every_regime(many_rows, few_
     assert learned["known"].factor == pytest.approx(1.94, abs=0.4)
 
 
-def test_what_the_network_alone_decides_does_not_carry_over_to_another_network(make_world, few_rounds) -> None:
-    found = weights(make_world(lambda measured: by_chance(measured.model)))
-    assert found["known"] == 1.0
-    assert found["new gpu"] > 0.9
-    assert found["new model"] < 0.4
-    assert found["new family"] < 0.4
-    # new in two ways: as cautious as the more cautious of both
-    assert found["new model and gpu"] == found["new family"]
+def test_an_effect_of_the_network_does_not_carry_over_to_another_network(make_world, few_rounds) -> None:
+    learned_weights = weights(make_world(lambda measured: by_chance(measured.model)))
+    assert learned_weights["known"] == 1.0
+    assert learned_weights["new gpu"] > 0.9
+    assert learned_weights["new model"] < 0.4
+    assert learned_weights["new family"] < 0.4
+    # new in two ways: the smaller weight of the two
+    assert learned_weights["new model and gpu"] == learned_weights["new family"]
 
 
-def test_what_the_chip_alone_decides_does_not_carry_over_to_another_chip(make_world, few_rounds) -> None:
-    found = weights(make_world(lambda measured: by_chance(measured.gpu)))
-    assert found["new model"] > 0.9
-    assert found["new gpu"] < 0.4
-    assert found["new model and gpu"] == found["new gpu"]
+def test_an_effect_of_the_chip_does_not_carry_over_to_another_chip(make_world, few_rounds) -> None:
+    learned_weights = weights(make_world(lambda measured: by_chance(measured.gpu)))
+    assert learned_weights["new model"] > 0.9
+    assert learned_weights["new gpu"] < 0.4
+    assert learned_weights["new model and gpu"] == learned_weights["new gpu"]
 
 
-def test_what_only_large_worlds_show_is_not_believed_beyond_the_largest_one(make_world, few_rounds) -> None:
+def test_an_effect_of_large_worlds_does_not_carry_over_to_larger_ones(make_world, few_rounds) -> None:
     def turns(measured: Measurement) -> float:
         return 2.0 if measured.world_size == 8 else 0.5 if measured.world_size > 8 else 1.0
 
     assert weights(make_world(turns))["beyond scale"] == 0.0
 
 
-def test_without_rows_of_many_ranks_scale_is_trusted_as_another_gpu_is(make_world, few_rounds) -> None:
-    found = weights(make_world(lambda measured: by_chance(measured.gpu), world_sizes=(1, 8)))
-    assert found["beyond scale"] == found["new gpu"]
+def test_without_large_worlds_scale_has_the_weight_of_a_new_gpu(make_world, few_rounds) -> None:
+    learned_weights = weights(make_world(lambda measured: by_chance(measured.gpu), world_sizes=(1, 8)))
+    assert learned_weights["beyond scale"] == learned_weights["new gpu"]
 
 
-def test_a_regime_that_no_rows_can_stand_for_is_left_to_the_closed_forms(make_world, few_rounds) -> None:
-    found = weights(make_world(lambda measured: 1.5, gpus=("A100-SXM4-80GB", "V100-SXM2-16GB"), world_sizes=(1,)))
-    assert set(found) == {"known", "new pair", "new model", "new family"}
+def test_a_regime_with_too_few_rows_has_no_blend(make_world, few_rounds) -> None:
+    learned_weights = weights(
+        make_world(lambda measured: 1.5, gpus=("A100-SXM4-80GB", "V100-SXM2-16GB"), world_sizes=(1,))
+    )
+    assert set(learned_weights) == {"known", "new pair", "new model", "new family"}
 
 
 def test_sister_parts_of_one_chip_are_left_out_together(make_world, few_rounds) -> None:
@@ -98,8 +100,8 @@ def test_the_same_rows_and_seed_give_the_same_blend(many_rows, few_rounds) -> No
 def test_a_fit_on_many_rows_learns_its_blend_and_answers_by_it(large_predictor: HierarchicalPredictor, many_rows):
     assert "total" in large_predictor.forests
     assert set(large_predictor.blend) == set(REGIMES)
-    parts = large_predictor.predict([seen.query for seen in many_rows])
-    measured = np.array([seen.measurement.iteration_time_s for seen in many_rows])
-    closed = np.array([seen.closed.iteration_time_s for seen in many_rows])
+    parts = large_predictor.predict([observation.query for observation in many_rows])
+    measured = np.array([observation.measurement.iteration_time_s for observation in many_rows])
+    closed = np.array([observation.closed.iteration_time_s for observation in many_rows])
     assert np.abs(parts.iteration_time_s / measured - 1).mean() < 0.05
     assert np.abs(closed / measured - 1).mean() > 0.3

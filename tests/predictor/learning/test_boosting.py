@@ -1,4 +1,4 @@
-"""The trees: parameters that are whole, fits that repeat, and corrections that never saw their own rows."""
+"""Boosting: complete parameters, repeatable fits, and corrections of rows that the trees were not trained on."""
 
 import json
 import warnings
@@ -48,11 +48,11 @@ def test_the_parameters_hold_all_that_a_fit_needs(rows: int) -> None:
 
 def test_xgboost_knows_every_parameter() -> None:
     matrix, targets = made_up(40)
-    with warnings.catch_warnings(record=True) as told:  # all that xgboost does about a parameter it does not use
+    with warnings.catch_warnings(record=True) as caught:  # xgboost only warns of an unused parameter
         warnings.simplefilter("always")
         for rows in (1, FEWEST_FOR_MANY):
             boost(matrix, targets, parameters=choose_parameters(rows), seed=0, rounds=1)
-    assert not [one for one in told if "not used" in str(one.message)]
+    assert not [warning for warning in caught if "not used" in str(warning.message)]
 
 
 def test_a_large_table_has_parameters_of_its_own() -> None:
@@ -62,7 +62,7 @@ def test_a_large_table_has_parameters_of_its_own() -> None:
     assert many != few
 
 
-def test_what_is_chosen_can_be_changed_without_changing_the_next_choice() -> None:
+def test_changing_chosen_parameters_does_not_change_the_next_choice() -> None:
     choose_parameters(1)["rounds"] = 0
     assert choose_parameters(1)["rounds"] != 0
 
@@ -80,20 +80,20 @@ def test_trees_learn_what_decides_the_target() -> None:
     assert np.abs(predict(boost(matrix, targets, parameters=SMALL, seed=0), unseen) - truth).mean() < 0.1
 
 
-def test_missing_values_are_a_value_of_their_own() -> None:
+def test_a_missing_value_can_decide_a_split() -> None:
     matrix, targets = made_up()
     matrix[targets < 0, 0] = np.nan
     model = boost(matrix, targets, parameters=SMALL, seed=0)
     assert predict(model, np.array([[np.nan, 0, 0]], np.float32))[0] < -0.8
 
 
-def test_rounds_may_be_said_and_else_come_from_the_parameters() -> None:
+def test_rounds_come_from_the_argument_or_the_parameters() -> None:
     matrix, targets = made_up()
     assert count_trees(boost(matrix, targets, parameters=SMALL, seed=0)) == 40
     assert count_trees(boost(matrix, targets, parameters=SMALL, seed=0, rounds=7)) == 7
 
 
-def test_trees_start_from_the_median_which_an_odd_row_does_not_move() -> None:
+def test_trees_start_from_the_median() -> None:
     matrix, _ = made_up(5)
     model = boost(matrix, np.array([1.0, 2.0, 3.0, 4.0, 1e6]), parameters=SMALL, seed=0, rounds=1)
     assert flatten_xgboost(model).base_score[0] == 3.0
@@ -121,15 +121,15 @@ def test_a_correction_does_not_depend_on_the_targets_of_its_own_group() -> None:
     assert (after[6:] != before[6:]).any()
 
 
-def test_a_group_that_could_be_known_by_heart_is_corrected_as_a_stranger() -> None:
-    # each group has a column value of its own and the opposite target of its neighbours: trees that saw it are exact
+def test_a_group_is_corrected_by_trees_that_were_not_trained_on_it() -> None:
+    # each group has a column value of its own and the opposite target of its neighbours: trees trained on it are exact
     groups = [number // 10 for number in range(100)]
     targets = np.repeat([1.0, -1.0] * 5, 10)
     matrix = np.array(groups, np.float32)[:, None]
     model, corrections = boost_out_of_fold(matrix, targets, groups=groups, parameters=SMALL, seed=0)
     assert np.abs(corrections - targets).mean() > 0.5
-    by_heart = boost(matrix, targets, parameters=SMALL, seed=0)
-    assert np.abs(predict(by_heart, matrix) - targets).mean() < 0.1
+    trained_on_all = boost(matrix, targets, parameters=SMALL, seed=0)
+    assert np.abs(predict(trained_on_all, matrix) - targets).mean() < 0.1
     assert count_trees(model) < 40
 
 

@@ -1,4 +1,4 @@
-"""What the training data covered, how far a question is from it, and what of it is new, in few words."""
+"""What the training data covers, how far a question is from it, and which gaps are listed in few words."""
 
 import dataclasses
 
@@ -24,13 +24,13 @@ def domain(rows) -> TrainingDomain:
     return TrainingDomain.of(rows)
 
 
-def ask(model: str = "resnet50", *, gpu: str = "A100-SXM4-80GB", world_size: int = 1, **told: object) -> TrainingSetup:
-    precision = parse_precision(str(told.pop("precision", "fp32")))
+def ask(model: str = "resnet50", *, gpu: str = "A100-SXM4-80GB", world_size: int = 1, **facts: object) -> TrainingSetup:
+    precision = parse_precision(str(facts.pop("precision", "fp32")))
     usual = {"nodes": 1, "batch_size": 16}
-    workload = find_workload(model, task_input=str(told.pop("task_input", "")))
+    workload = find_workload(model, task_input=str(facts.pop("task_input", "")))
     return TrainingSetup(
         workload=workload, hardware=find_hardware(gpu), precision=precision, world_size=world_size,
-        **usual | told,
+        **usual | facts,
     )  # fmt: skip
 
 
@@ -50,51 +50,58 @@ def ask(model: str = "resnet50", *, gpu: str = "A100-SXM4-80GB", world_size: int
         (STRANGER, "V100-SXM2-16GB", 64, "new model and gpu"),
     ],
 )
-def test_the_regime_is_what_is_new(domain, model: str, gpu: str, world_size: int, regime: str) -> None:
+def test_the_regime_names_what_is_new(domain, model: str, gpu: str, world_size: int, regime: str) -> None:
     assert domain.regime_of(ask(model, gpu=gpu, world_size=world_size)).name == regime
 
 
+def test_the_domain_covers_the_measurements(domain) -> None:
+    assert domain.networks == ("resnet50", "vit_base_patch16")
+    assert domain.precisions == ("amp_bf16", "fp32")
+    assert domain.max_world_size == 2
+    assert domain.batch_sizes["resnet50"] == (8, 32)
+
+
 def test_inside_the_domain_there_are_no_gaps(domain, rows) -> None:
-    assert all(domain.list_gaps(seen.setup) == [] for seen in rows)
+    assert all(domain.list_gaps(observation.setup) == [] for observation in rows)
     assert domain.list_gaps(ask("vit_base_patch16_224")) == []
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("facts", "gap"),
     [
-        ({"model": STRANGER}, "gnmt was never seen"),
+        ({"model": STRANGER}, "gnmt was never measured, only"),
         ({"gpu": "T4-16GB"}, "T4-16GB was never measured"),
-        ({"world_size": 4}, "at most 2 ranks"),
+        ({"world_size": 4}, "4 ranks were never measured, at most 2"),
         ({"precision": "tf32"}, "tf32 was never measured, only amp_bf16, fp32"),
         ({"batch_size": 7}, "batch 7 is outside the measured 8 to 32"),
         ({"batch_size": 33}, "batch 33 is outside the measured 8 to 32"),
-        ({"gradient_accumulation_steps": 2}, "at most 1 micro-steps"),
+        ({"gradient_accumulation_steps": 2}, "2 micro-steps were never measured, at most 1"),
         ({"task_input": "1024"}, "input 1024 takes 171 GFLOP a sample, outside the measured 8.18"),
         ({"task_input": "64"}, "outside the measured 8.18"),
     ],
 )
-def test_each_thing_that_is_new_is_said(domain, asked: dict, says: str) -> None:
-    (gap,) = domain.list_gaps(ask(**asked))
-    assert says in gap
+def test_each_gap_is_listed(domain, facts: dict, gap: str) -> None:
+    (listed,) = domain.list_gaps(ask(**facts))
+    assert gap in listed
 
 
-def test_a_slightly_other_resolution_is_no_other_input(domain) -> None:
+def test_a_slightly_different_resolution_is_no_gap(domain) -> None:
     assert domain.list_gaps(ask(task_input="256")) == []
 
 
-def test_all_that_is_new_is_said_at_once(domain) -> None:
+def test_all_gaps_are_listed_at_once(domain) -> None:
     setup = ask(STRANGER, gpu="T4-16GB", world_size=4, precision="amp_fp16", gradient_accumulation_steps=2)
     assert len(domain.list_gaps(setup)) == 5
 
 
-def test_a_batch_is_judged_by_what_was_measured_of_the_same_network(domain, rows) -> None:
-    wide = TrainingDomain.of([*rows, *(seen for seen in observe_batch(rows, "resnet50", 512))])
+def test_a_batch_is_compared_with_those_of_the_same_network(domain, rows) -> None:
+    wide = TrainingDomain.of([*rows, *observe_batch(rows, "resnet50", 512)])
     assert wide.list_gaps(ask("resnet50", batch_size=512)) == []
     assert len(wide.list_gaps(ask(KNOWN, batch_size=512))) == 1
 
 
 def observe_batch(rows: list[Observation], model: str, batch_size: int) -> list[Observation]:
-    (*_, last) = (seen for seen in rows if seen.measurement.model == model)
+    (*_, last) = (observation for observation in rows if observation.measurement.model == model)
     return observe([dataclasses.replace(last.measurement, per_gpu_batch_size=batch_size)])
 
 
@@ -113,19 +120,19 @@ def test_few_names_are_listed_and_many_counted_with_the_nearest(domain) -> None:
     assert "101 others, among them V100-SXM2-16GB" in of_gpus
 
 
-def test_many_names_of_which_none_is_near_are_only_counted(domain) -> None:
+def test_many_names_without_a_near_one_are_only_counted(domain) -> None:
     many = dataclasses.replace(domain, gpus=tuple(f"zzzz{number}" for number in range(10)))
     (gap,) = many.list_gaps(ask(gpu="T4-16GB"))
     assert gap == "T4-16GB was never measured, only 10 others"
 
 
-def test_a_network_goes_by_one_name_and_one_without_by_its_own() -> None:
+def test_a_network_without_a_common_name_goes_by_its_own() -> None:
     assert ask("vit_b16").network == ask("vit_base_patch16_224").network == "vit_base_patch16"
     nameless = dataclasses.replace(find_workload("mlp"), network="", name="mine")
     assert dataclasses.replace(ask(), workload=nameless).network == "mine"
 
 
-def test_a_domain_survives_its_dictionary(domain) -> None:
+def test_a_domain_is_the_same_after_its_dictionary(domain) -> None:
     assert TrainingDomain.from_dict(domain.to_dict()) == domain
 
 
@@ -137,11 +144,11 @@ def test_a_dictionary_that_lacks_a_part_is_refused(domain, missing: str) -> None
         TrainingDomain.from_dict(values)
 
 
-def test_a_network_and_a_gpu_that_never_met_are_a_new_pair(measure) -> None:
-    met = TrainingDomain.of(
+def test_a_network_and_a_gpu_measured_apart_are_a_new_pair(measure) -> None:
+    apart = TrainingDomain.of(
         observe(measure(models=("resnet50",)) + measure(models=(KNOWN,), gpu="V100-SXM2-16GB", precisions=("fp32",)))
     )
-    assert met.regime_of(ask("resnet50", world_size=2)).name == "known"
-    assert met.regime_of(ask(KNOWN, world_size=2)).name == "new pair"
-    assert any(f"{KNOWN} was never measured on A100" in gap for gap in met.list_gaps(ask(KNOWN, world_size=2)))
-    assert TrainingDomain.from_dict(met.to_dict()) == met
+    assert apart.regime_of(ask("resnet50", world_size=2)).name == "known"
+    assert apart.regime_of(ask(KNOWN, world_size=2)).name == "new pair"
+    assert any(f"{KNOWN} was never measured on A100" in gap for gap in apart.list_gaps(ask(KNOWN, world_size=2)))
+    assert TrainingDomain.from_dict(apart.to_dict()) == apart

@@ -32,8 +32,8 @@ def shift_of(rows: list[tuple[Query, float]], query: Query, covariance: ErrorCov
 
 
 def ask(**changes: Any) -> Query:
-    told = {"model": "resnet50", "gpu": "A100-SXM4-80GB", "precision": "amp_fp16", "batch_size": 64}
-    ((setup, _),) = read_measured_rows([told | {"iteration_time_s": 1.0} | changes])
+    usual = {"model": "resnet50", "gpu": "A100-SXM4-80GB", "precision": "amp_fp16", "batch_size": 64}
+    ((setup, _),) = read_measured_rows([usual | {"iteration_time_s": 1.0} | changes])
     return Query.of(setup)
 
 
@@ -41,7 +41,7 @@ OF_NETWORK, OF_CHIP = COVARIANCES["new model"].pairs, COVARIANCES["new gpu"].pai
 COVARIANCE = ErrorCovariance(variance=0.09, repeat=0.9, correlations={"network": 0.0, "precision": 0.5, "batch": 0.8})
 
 
-def test_one_row_moves_its_like_by_the_correlation_and_what_is_unrelated_not_at_all() -> None:
+def test_a_row_moves_each_query_by_its_correlation() -> None:
     queries = [ask(), ask(precision="fp32"), ask(batch_size=256), ask(model="vgg16")]
     prediction = predict_errors([(ask(), 0.2)], queries, covariances=[COVARIANCE])
     assert prediction.shift == pytest.approx([0.9 * 0.2, 0.45 * 0.2, 0.9 * 0.8**2 * 0.2, 0.0])
@@ -58,7 +58,7 @@ def test_more_rows_that_agree_move_further_and_narrow_more() -> None:
     assert three.narrowing[0] < one.narrowing[0]
 
 
-def test_a_farther_model_shrinks_less_than_a_known_one() -> None:
+def test_an_unknown_model_moves_further_than_a_known_one() -> None:
     rows = [(ask(batch_size=32), 0.1)]
     moved = [shift_of(rows, ask(), SHIPPED_COVARIANCES[name]) for name in ("known", "new model")]
     assert 0.05 < moved[0] < moved[1] < 0.1
@@ -67,7 +67,7 @@ def test_a_farther_model_shrinks_less_than_a_known_one() -> None:
     assert farthest[0] < 0.01 < 0.05 < farthest[1]
 
 
-def test_rows_of_other_networks_calibrate_a_new_chip_and_nothing_else() -> None:
+def test_rows_of_other_networks_move_answers_for_a_new_chip_only() -> None:
     covariance = SHIPPED_COVARIANCES["new gpu"]
     row = [(ask(model="vgg16", gpu="L4-24GB"), 0.2)]
     prediction = predict_errors(row, [ask(gpu="L4-24GB"), ask(gpu="T4-16GB")], covariances=[covariance])
@@ -75,7 +75,7 @@ def test_rows_of_other_networks_calibrate_a_new_chip_and_nothing_else() -> None:
     assert prediction.shift[1] == 0.0
 
 
-def test_an_outlier_of_another_network_counts_as_a_large_error_only() -> None:
+def test_an_outlier_of_another_network_is_clipped() -> None:
     covariance = dataclasses.replace(SHIPPED_COVARIANCES["new gpu"], correlations={"network": 0.5, "chip": 0.0})
     here, there = ask(gpu="L4-24GB"), ask(model="vgg16", gpu="L4-24GB", batch_size=8)
     deviation = math.sqrt(covariance.variance)
@@ -85,12 +85,12 @@ def test_an_outlier_of_another_network_counts_as_a_large_error_only() -> None:
     assert shift_of([(here, 3.0)], here, covariance) == pytest.approx(3.0 * covariance.repeat)
 
 
-def test_surprising_rows_narrow_less_and_never_make_the_answer_surer_than_calm_ones() -> None:
-    calm, wild = (
+def test_large_errors_narrow_less_than_small_ones() -> None:
+    small, large = (
         predict_errors([(ask(batch_size=32), error)], [ask()], covariances=[COVARIANCE]).narrowing[0]
         for error in (0.05, 1.0)
     )
-    assert calm < wild
+    assert small < large
 
 
 def test_the_same_run_measured_many_times_can_be_solved() -> None:
@@ -107,29 +107,29 @@ def test_without_rows_or_without_deviation_nothing_moves() -> None:
     assert still.shift[0] == 0.0
 
 
-def test_errors_that_are_no_numbers_are_refused() -> None:
+def test_errors_that_are_not_finite_are_refused() -> None:
     with pytest.raises(InputError, match="log error"):
         predict_errors([(ask(), math.nan)], [ask()], covariances=[COVARIANCE])
 
 
 def test_differences_are_counted_by_name() -> None:
     pair = SetupComparison([ask(), ask(model="resnet101", precision="fp32", batch_size=16, gpus=8, compiled=True)])
-    found = dict(zip(DIFFERENCES, pair.compare(np.array([0]), np.array([1]))[:, 0], strict=True))
-    assert found["network"] == found["precision"] == found["any"] == found["code"] == 1.0
-    assert found["chip"] == found["family"] == found["framework"] == found["input"] == 0.0
-    assert found["batch"] == 2.0
-    assert found["ranks"] == 3.0
+    differences = dict(zip(DIFFERENCES, pair.compare(np.array([0]), np.array([1]))[:, 0], strict=True))
+    assert differences["network"] == differences["precision"] == differences["any"] == differences["code"] == 1.0
+    assert differences["chip"] == differences["family"] == differences["framework"] == differences["input"] == 0.0
+    assert differences["batch"] == 2.0
+    assert differences["ranks"] == 3.0
 
 
 @pytest.mark.parametrize(
     "values", [{"variance": 0.0}, {"repeat": 1.0}, {"correlations": {"colour": 0.5}}, {"correlations": {"chip": 1.5}}]
 )
-def test_a_covariance_that_makes_no_sense_is_refused(values: dict[str, Any]) -> None:
+def test_an_unusable_covariance_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         ErrorCovariance(**{"variance": 0.1, "repeat": 0.9, "correlations": {}} | values)
 
 
-def test_covariances_survive_json_and_broken_ones_are_refused() -> None:
+def test_covariances_are_the_same_after_json_and_incomplete_ones_are_refused() -> None:
     described = {name: covariance.to_dict() for name, covariance in SHIPPED_COVARIANCES.items()}
     assert covariances_from_dict(described) == SHIPPED_COVARIANCES
     with pytest.raises(IntegrityError, match="covariances"):
@@ -150,15 +150,15 @@ def errors_of_networks(many_rows: list[Observation]) -> tuple[list[Query], Any]:
     keys = {}
     errors = []
     rows = many_rows[::3]
-    for seen in rows:
-        network, precision = seen.network, seen.setup.precision.name
+    for observation in rows:
+        network, precision = observation.network, observation.setup.precision.name
         for key, deviation in ((network, 0.2), ((network, precision), 0.4)):
             keys.setdefault(key, rng.normal(0, deviation))
         errors.append(keys[network] + keys[network, precision] + rng.normal(0, 0.05))
-    return [seen.query for seen in rows], np.array(errors)
+    return [observation.query for observation in rows], np.array(errors)
 
 
-def test_a_fit_finds_which_differences_part_errors(errors_of_networks: tuple[list[Query], Any]) -> None:
+def test_a_fit_finds_which_differences_lower_the_correlation(errors_of_networks: tuple[list[Query], Any]) -> None:
     queries, errors = errors_of_networks
     covariance = fit_covariance(queries, errors, plan=OF_NETWORK)
     assert covariance is not None
@@ -184,7 +184,7 @@ def test_a_fit_on_chips_leaves_other_chips_unrelated(errors_of_networks: tuple[l
     assert covariance.correlations["network"] < 0.5
 
 
-def test_too_few_groups_teach_nothing(errors_of_networks: tuple[list[Query], Any]) -> None:
+def test_too_few_groups_give_no_covariance(errors_of_networks: tuple[list[Query], Any]) -> None:
     queries, errors = errors_of_networks
     few = [place for place, query in enumerate(queries) if query.setup.workload.name in ("vgg16", "gpt2")]
     assert fit_covariance([queries[place] for place in few], errors[few], plan=OF_NETWORK) is None

@@ -1,4 +1,4 @@
-"""Folds keep groups whole, are balanced, and depend on nothing but the seed."""
+"""Folds keep groups whole, are balanced, and depend only on the seed."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from precision_time.predictor.learning.folds import split_by_group
 from precision_time.storage.errors import InputError
 
 
-def test_rows_of_one_group_never_straddle_two_folds() -> None:
+def test_rows_of_one_group_share_a_fold() -> None:
     groups = [number % 23 for number in range(200)]
     folds = split_by_group(groups, folds=5, seed=3)
     for group in set(groups):

@@ -1,4 +1,4 @@
-"""The three stages learn what the closed forms miss, stack out of fold, and survive the trip to files."""
+"""The stages learn the error of the closed forms, are trained out of fold, and load from files as they were saved."""
 
 import dataclasses
 import json
@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 import xgboost
 
-from precision_time.predictor.learning.domain import TrainingDomain
-from precision_time.predictor.learning.hierarchy import (
-    STAGE_FEATURES,
-    HierarchicalPredictor,
-)
+from precision_time.predictor.learning.hierarchy import STAGE_FEATURES, HierarchicalPredictor, closed_parts
 from precision_time.predictor.rows.features import feature_matrix
 from precision_time.predictor.rows.observations import Observation, observe
-from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.storage.errors import InputError, IntegrityError, UnknownNameError
 
 
@@ -29,13 +24,13 @@ def predictor(rows) -> HierarchicalPredictor:
 
 
 def predict(predictor: HierarchicalPredictor, rows: list[Observation]):
-    return predictor.predict([seen.query for seen in rows])
+    return predictor.predict([observation.query for observation in rows])
 
 
 def test_it_learns_the_factors_between_measured_and_closed_form(predictor, rows) -> None:
     parts = predict(predictor, rows)
-    measured = np.array([seen.measurement.iteration_time_s for seen in rows])
-    closed = np.array([seen.closed.iteration_time_s for seen in rows])
+    measured = np.array([observation.measurement.iteration_time_s for observation in rows])
+    closed = np.array([observation.closed.iteration_time_s for observation in rows])
     assert np.abs(parts.iteration_time_s / measured - 1).mean() < 0.03
     assert np.abs(closed / measured - 1).mean() > 0.3
 
@@ -43,16 +38,16 @@ def test_it_learns_the_factors_between_measured_and_closed_form(predictor, rows)
 def test_the_parts_add_up_and_one_rank_communicates_nothing(predictor, rows) -> None:
     parts = predict(predictor, rows)
     np.testing.assert_allclose(parts.iteration_time_s, parts.compute_time_s + parts.exposed_communication_s)
-    single = np.array([seen.setup.world_size == 1 for seen in rows])
+    single = np.array([observation.setup.world_size == 1 for observation in rows])
     assert (parts.communication_time_s[single] == 0).all()
     assert (parts.exposed_communication_s[single] == 0).all()
     assert (parts.communication_time_s[~single] > 0).all()
 
 
 def test_the_communication_stage_learns_its_own_factor(predictor, rows) -> None:
-    several = [seen for seen in rows if seen.setup.world_size > 1]
-    parts = predict(predictor, several)
-    measured = np.array([seen.measurement.communication_time_s for seen in several])
+    parallel_rows = [observation for observation in rows if observation.setup.world_size > 1]
+    parts = predict(predictor, parallel_rows)
+    measured = np.array([observation.measurement.communication_time_s for observation in parallel_rows])
     assert np.abs(parts.communication_time_s / measured - 1).mean() < 0.03
 
 
@@ -62,15 +57,16 @@ def test_single_rank_rows_alone_leave_communication_to_the_closed_form(measure) 
     assert set(predictor.forests) == {"compute"}
     wide = observe(measure(world_sizes=(2,)))
     parts = predict(predictor, wide)
-    np.testing.assert_allclose(parts.communication_time_s, [seen.closed.communication_time_s for seen in wide])
-    np.testing.assert_allclose(parts.exposed_communication_s, [seen.closed.exposed_communication_s for seen in wide])
+    closed = closed_parts([observation.query for observation in wide])
+    np.testing.assert_allclose(parts.communication_time_s, closed.communication_time_s)
+    np.testing.assert_allclose(parts.exposed_communication_s, closed.exposed_communication_s)
 
 
 def test_the_same_rows_and_seed_give_the_same_trees(rows, predictor) -> None:
     assert HierarchicalPredictor.fit(rows, seed=0).to_files() == predictor.to_files()
 
 
-def test_files_bring_the_predictor_back_without_xgboost_models(predictor, rows) -> None:
+def test_a_predictor_loads_from_files_without_xgboost_models(predictor, rows) -> None:
     files = predictor.with_intervals({"known": 0.2}, level=0.9).to_files()
     loaded = HierarchicalPredictor.from_files({name: files[name] for name in ("predictor.json", "trees.npz")})
     np.testing.assert_array_equal(predict(loaded, rows).iteration_time_s, predict(predictor, rows).iteration_time_s)
@@ -82,42 +78,17 @@ def test_the_published_trees_equal_the_published_xgboost_model(predictor, rows) 
     files = predictor.to_files()
     booster = xgboost.Booster()
     booster.load_model(bytearray(files["xgboost-compute.json"]))
-    matrix = feature_matrix([seen.query.row for seen in rows], STAGE_FEATURES["compute"])
+    matrix = feature_matrix([observation.query.row for observation in rows], STAGE_FEATURES["compute"])
     np.testing.assert_array_equal(
         predictor.forests["compute"].predict(matrix), booster.predict(xgboost.DMatrix(matrix))
     )
-
-
-def test_the_regime_tells_how_far_a_question_is_from_the_data(predictor, rows) -> None:
-    setup = rows[0].setup
-    other_model = dataclasses.replace(setup.workload, name="never_seen", network="")
-    stranger = dataclasses.replace(other_model, family="never-seen")
-    other_gpu = dataclasses.replace(setup.hardware, name="never-seen")
-
-    def regime_of(setup: TrainingSetup) -> str:
-        return predictor.domain.regime_of(setup).name
-
-    assert regime_of(setup) == "known"
-    assert regime_of(dataclasses.replace(setup, world_size=64)) == "beyond scale"
-    assert regime_of(dataclasses.replace(setup, workload=other_model)) == "new model"
-    assert regime_of(dataclasses.replace(setup, workload=stranger)) == "new family"
-    assert regime_of(dataclasses.replace(setup, hardware=other_gpu)) == "new gpu"
-    assert regime_of(dataclasses.replace(setup, workload=other_model, hardware=other_gpu)) == "new model and gpu"
-
-
-def test_the_domain_is_what_was_measured(rows) -> None:
-    domain = TrainingDomain.of(rows)
-    assert domain.networks == ("bert_mini", "mlp", "vit_tiny")
-    assert domain.precisions == ("amp_bf16", "fp32")
-    assert domain.max_world_size == 2
-    assert domain.batch_sizes["mlp"] == (8, 32)
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "null", '{"stages": {}}', "[" * 5000, '{"stages": 3, "domain": {}, "radii": {}, "level": "x"}'],
 )
-def test_a_description_that_is_none_is_refused(predictor, text: str) -> None:
+def test_an_unusable_description_is_refused(predictor, text: str) -> None:
     files = predictor.to_files() | {"predictor.json": text.encode()}
     with pytest.raises(IntegrityError, match=r"predictor\.json"):
         HierarchicalPredictor.from_files(files)
@@ -148,6 +119,5 @@ def test_three_rows_are_too_few_to_train_on(rows) -> None:
 
 
 def test_a_measurement_of_an_unknown_model_is_named(rows) -> None:
-    stranger = dataclasses.replace(rows[0].measurement, model="resnet5O")
     with pytest.raises(UnknownNameError, match="resnet50"):
-        observe([stranger])
+        observe([dataclasses.replace(rows[0].measurement, model="resnet5O")])

@@ -1,4 +1,4 @@
-"""Each regime is one record: exactly one holds, and what it names exists."""
+"""Each regime is one record: exactly one holds, and the names in it exist."""
 
 import dataclasses
 import itertools
@@ -29,11 +29,11 @@ def test_exactly_one_regime_holds(distance: Distance) -> None:
 
 
 @pytest.mark.parametrize("regime", REGIMES.values(), ids=lambda regime: regime.name)
-def test_what_a_regime_names_exists(regime: Regime) -> None:
+def test_the_names_in_a_regime_exist(regime: Regime) -> None:
     assert set(regime.interval_splits) <= set(SPLITS)
     assert set(regime.covariances) <= set(COVARIANCES)
-    if regime.lesson is not None:
-        assert regime.lesson.split in SPLITS
+    if regime.plan is not None:
+        assert regime.plan.split in SPLITS
     match regime.blend:
         case SmallestOf(others):
             assert set(others) < set(REGIMES)
@@ -49,5 +49,5 @@ def test_a_new_record_is_all_that_a_new_regime_needs(monkeypatch: pytest.MonkeyP
     record = dataclasses.replace(REGIMES["known"], name="known twice", holds=lambda distance: False)
     monkeypatch.setitem(REGIMES, record.name, record)
     errors = [0.1] * 60 + [0.2] * 60
-    radii = radii_by_regime(errors, ["known"] * 60 + [record.name] * 60, level=0.9, order=tuple(REGIMES))
+    radii = radii_by_regime(errors, ["known"] * 60 + [record.name] * 60, level=0.9)
     assert radii[record.name] == pytest.approx(0.2)

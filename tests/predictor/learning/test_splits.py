@@ -1,4 +1,4 @@
-"""Each split leaves out together what belongs together, and its folds never teach what they ask."""
+"""Each split leaves out related rows together, and its folds never train on the rows that they predict."""
 
 from dataclasses import replace
 
@@ -22,9 +22,9 @@ GPUS = ("A100-SXM4-80GB", "A100-SXM4-40GB", "V100-SXM2-16GB", "H100-SXM5-80GB")
 @pytest.fixture(scope="module")
 def rows(measure) -> list[Observation]:
     measured = [
-        one
+        row
         for gpu in GPUS
-        for one in measure(
+        for row in measure(
             gpu=gpu,
             precisions=("fp32", "amp_fp16"),
             world_sizes=(1, 2, 4, 8),
@@ -35,15 +35,17 @@ def rows(measure) -> list[Observation]:
     return observe(measured)
 
 
-def called(seen: Observation, name: str) -> Observation:
+def rename(observation: Observation, name: str) -> Observation:
     """The same row under another name of its network."""
-    return replace(seen, measurement=replace(seen.measurement, model=name))
+    return replace(observation, measurement=replace(observation.measurement, model=name))
 
 
-def large(seen: Observation) -> Observation:
+def enlarge(observation: Observation) -> Observation:
     """The same row on 16 GPUs in two nodes."""
-    measured = replace(seen.measurement, world_size=16, nodes=2)
-    return replace(seen, measurement=measured, query=Query.of(replace(seen.setup, world_size=16, nodes=2)))
+    measured = replace(observation.measurement, world_size=16, nodes=2)
+    return replace(
+        observation, measurement=measured, query=Query.of(replace(observation.setup, world_size=16, nodes=2))
+    )
 
 
 def rotating() -> list[str]:
@@ -51,7 +53,7 @@ def rotating() -> list[str]:
 
 
 @pytest.mark.parametrize("name", rotating())
-def test_a_rotating_split_asks_every_row_once_and_never_what_it_taught(rows, name: str) -> None:
+def test_a_rotating_split_predicts_every_row_once_from_other_groups(rows, name: str) -> None:
     split = SPLITS[name]
     folds = split.divide(rows, seed=0)
     assert 2 <= len(folds) <= split.folds
@@ -62,7 +64,7 @@ def test_a_rotating_split_asks_every_row_once_and_never_what_it_taught(rows, nam
     assert split.find_interval_fold(rows) is None
 
 
-def test_the_table_of_splits_has_the_folds_it_says() -> None:
+def test_the_splits_have_their_numbers_of_folds() -> None:
     folds = {name: split.folds if isinstance(split, RotatingSplit) else 1 for name, split in SPLITS.items()}
     assert folds == {
         "row": 5,
@@ -76,8 +78,8 @@ def test_the_table_of_splits_has_the_folds_it_says() -> None:
     }
 
 
-def test_replicates_may_straddle_folds_by_row_only(rows) -> None:
-    twice = [replace(seen) for seen in rows] + list(rows)
+def test_only_the_split_by_row_puts_replicates_in_two_folds(rows) -> None:
+    twice = [replace(observation) for observation in rows] + list(rows)
     by_row = SPLITS["row"].divide(twice, seed=0)
     apart = [
         sum(number in fold.test for number in pair) == 1
@@ -91,21 +93,21 @@ def test_replicates_may_straddle_folds_by_row_only(rows) -> None:
 
 
 @pytest.mark.parametrize("name", ["configuration", "source-model-gpu", "leave-model-out"])
-def test_names_of_one_network_leave_together(rows, name: str) -> None:
+def test_names_of_one_network_are_left_out_together(rows, name: str) -> None:
     group = SPLITS[name].group
-    for seen in rows[:4]:
-        assert group(called(seen, "another name")) == group(seen)
+    for observation in rows[:4]:
+        assert group(rename(observation, "another name")) == group(observation)
 
 
-def test_sister_parts_of_one_chip_leave_together(rows) -> None:
+def test_sister_parts_of_one_chip_are_left_out_together(rows) -> None:
     for fold in SPLITS["leave-gpu-out"].divide(rows, seed=0):
-        gone = {rows[i].setup.hardware.name for i in fold.test}
-        assert ("A100-SXM4-80GB" in gone) == ("A100-SXM4-40GB" in gone)
+        left_out = {rows[i].setup.hardware.name for i in fold.test}
+        assert ("A100-SXM4-80GB" in left_out) == ("A100-SXM4-40GB" in left_out)
     assert len(SPLITS["leave-gpu-out"].divide(rows, seed=0)) == 3
 
 
-def test_scale_teaches_up_to_8_gpus_and_calibrates_inside_them(rows) -> None:
-    all_rows = [*rows, *(large(seen) for seen in rows[:6])]
+def test_scale_trains_on_up_to_8_gpus_and_fits_intervals_inside_them(rows) -> None:
+    all_rows = [*rows, *(enlarge(observation) for observation in rows[:6])]
     (fold,) = SPLITS["scale"].divide(all_rows, seed=0)
     assert {all_rows[i].setup.world_size for i in fold.train} == {1, 2, 4, 8}
     assert {all_rows[i].setup.world_size for i in fold.test} == {16}
@@ -115,7 +117,7 @@ def test_scale_teaches_up_to_8_gpus_and_calibrates_inside_them(rows) -> None:
     assert {all_rows[i].setup.world_size for i in inner.test} == {4, 8}
 
 
-def test_precision_transfer_asks_configurations_that_taught_in_fp32_or_tf32(rows, measure) -> None:
+def test_precision_transfer_predicts_configurations_trained_on_in_fp32_or_tf32(rows, measure) -> None:
     alone = observe(measure(models=("bert_mini",), precisions=("amp_bf16",)))
     tf32 = observe(measure(models=("mlp",), precisions=("tf32",), batches=(64,)))
     all_rows = [*rows, *alone, *tf32]
@@ -143,14 +145,13 @@ def test_only_splits_with_something_to_leave_out_are_feasible(measure) -> None:
 
 def test_rows_pair_up_only_where_nothing_but_precision_differs(rows) -> None:
     first = rows[0]
-    other = next(seen for seen in rows if same_but_precision(seen) == same_but_precision(first) and seen is not first)
-    assert other.setup.precision != first.setup.precision
-    assert sum(same_but_precision(seen) == same_but_precision(first) for seen in rows) == 2
+    pair = [row for row in rows if same_but_precision(row) == same_but_precision(first)]
+    assert len({row.setup.precision.name for row in pair}) == len(pair) == 2
     elsewhere = replace(first, measurement=replace(first.measurement, source="elsewhere"))
     assert same_but_precision(elsewhere) != same_but_precision(first)
 
 
-def test_a_split_that_could_leave_too_few_rows_to_learn_from_is_not_feasible(measure) -> None:
+def test_a_split_that_could_leave_too_few_rows_to_train_on_is_not_feasible(measure) -> None:
     many = observe(measure(gpu="A100-SXM4-80GB"))
     few = observe(measure(gpu="H100-SXM5-80GB"))
     assert "leave-gpu-out" not in feasible_splits([*many, *few[:3]])
