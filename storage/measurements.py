@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from precision_time.storage.schema import OPTIONS, Measurement
+from precision_time.storage.run_options import RUN_OPTIONS
+from precision_time.storage.schema import Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,31 +16,32 @@ __all__ = ["MAX_ITERATION_TIME_S", "measure_cells"]
 #: a longer iteration is a fault of the clock or of the unit, not a time
 MAX_ITERATION_TIME_S = 86_400.0
 
+_EXPOSED = ("exposed_communication_s", "exposed_after_backward_s")
 _PARTS = (
     "forward_time_s",
     "backward_time_s",
     "optimizer_time_s",
     "compute_time_s",
     "communication_time_s",
-    "exposed_communication_s",
     "isolated_communication_s",
-    "exposed_after_backward_s",
+    *_EXPOSED,
 )
 _CONDITIONS = ("gpu_clock_hz", "power_w", "temperature_c")
-_DESCRIPTION = (
-    "model",
-    "task_input",
-    "gpu",
-    "nodes",
-    "world_size",
-    "effective_precision",
-    "strategy",
-    "per_gpu_batch_size",
-    "gradient_accumulation_steps",
-    "framework",
-    "model_params",
-    *OPTIONS,
-)
+#: The columns that are the same in all rows of a cell, with their types: those of a frame are NumPy's own.
+_DESCRIPTION: dict[str, type] = {
+    "model": str,
+    "task_input": str,
+    "gpu": str,
+    "nodes": int,
+    "world_size": int,
+    "effective_precision": str,
+    "strategy": str,
+    "per_gpu_batch_size": int,
+    "gradient_accumulation_steps": int,
+    "framework": str,
+    "model_params": int,
+    **{option.name: type(option.default) for option in RUN_OPTIONS},
+}
 _MARKS = ("is_cold", "is_settled", "throttled", "contended", "energy_j")
 _STEP = ["cell_id", "step"]
 
@@ -87,42 +89,25 @@ def measure_cells(
     problems += [(cell, "no measured step") for cell in cells if cell not in counts.index]
     measurements = []
     for cell in sorted(counts.index):
-        what, median = described.loc[cell], medians.loc[cell]
+        description = {name: kind(described.at[cell, name]) for name, kind in _DESCRIPTION.items()}
+        precision = description.pop("effective_precision")
+        median = medians.loc[cell]
         time_s = float(median["iteration_time_s"])
+        parts_s: dict[str, Any] = {name: _number(median[name]) for name in _PARTS}
+        exposed_s = {name: max(0.0, part_s) for name in _EXPOSED if (part_s := parts_s[name]) is not None}
         measurements.append(
             Measurement(
                 source="campaign",
-                model=str(what["model"]),
-                task_input=str(what["task_input"]),
-                gpu=str(what["gpu"]),
-                nodes=int(what["nodes"]),
-                world_size=int(what["world_size"]),
-                precision=str(what["effective_precision"]),
-                strategy=str(what["strategy"]),
-                per_gpu_batch_size=int(what["per_gpu_batch_size"]),
-                gradient_accumulation_steps=int(what["gradient_accumulation_steps"]),
-                framework=str(what["framework"]),
+                cell_id=str(cell),
+                precision=precision,
+                **description,
                 iteration_time_s=time_s,
-                forward_time_s=_number(median["forward_time_s"]),
-                backward_time_s=_number(median["backward_time_s"]),
-                optimizer_time_s=_number(median["optimizer_time_s"]),
-                compute_time_s=_number(median["compute_time_s"]),
-                communication_time_s=_number(median["communication_time_s"]),
-                exposed_communication_s=_not_below_0(median["exposed_communication_s"]),
+                **parts_s | exposed_s,
                 relative_iqr=float(quartiles.loc[cell, 0.75] - quartiles.loc[cell, 0.25]) / time_s,
                 iterations=int(counts[cell]),
                 peak_memory_bytes=int(memory[cell]),
-                model_params=int(what["model_params"]),
-                forward_flops_per_sample=forward_flops.get(str(what["model"])),
-                cell_id=str(cell),
-                channels_last=bool(what["channels_last"]),
-                compiled=bool(what["compiled"]),
-                checkpointing=str(what["checkpointing"]),
-                fused_optimizer=bool(what["fused_optimizer"]),
-                compression=str(what["compression"]),
+                forward_flops_per_sample=forward_flops.get(description["model"]),
                 cold_iteration_time_s=cold_times.get(str(cell)),
-                isolated_communication_s=_number(median["isolated_communication_s"]),
-                exposed_after_backward_s=_not_below_0(median["exposed_after_backward_s"]),
                 skipped_steps=int(skipped_steps.get(cell, 0)),
                 **beside.of(cell),
             )
@@ -184,8 +169,3 @@ def _number(value: Any) -> float | None:
     import pandas as pd
 
     return None if pd.isna(value) else float(value)  # no row of the cell has this part
-
-
-def _not_below_0(value: Any) -> float | None:
-    number = _number(value)
-    return None if number is None else max(0.0, number)

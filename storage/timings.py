@@ -19,7 +19,8 @@ from precision_time.storage.filesystem import open_store
 from precision_time.storage.local import LocalStore
 from precision_time.storage.measurements import MAX_ITERATION_TIME_S, measure_cells
 from precision_time.storage.parquet import conform, encode_table, read_table, table_of
-from precision_time.storage.schema import OPTIONS, CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
+from precision_time.storage.run_options import OPTION_NAMES
+from precision_time.storage.schema import CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
 
 __all__ = ["CardKind", "TimingsDataset", "escape_name", "read_table", "unescape_name", "write_fragment"]
 
@@ -37,7 +38,7 @@ _READERS = 8
 # What makes a file one cell: a mixture would give medians of nothing.
 _SAME_IN_A_CELL = (
     "cell_id", "attempt", "model", "task_input", "requested_precision", "effective_precision", "world_size", "nodes",
-    "per_gpu_batch_size", "gradient_accumulation_steps", "strategy", *OPTIONS,
+    "per_gpu_batch_size", "gradient_accumulation_steps", "strategy", *OPTION_NAMES,
     # another driver or release is another cell: see GridCell.cell_id
     "device_type", "gpu", "cpu_model", "cpu_cores", "driver_version", "cuda_version", "framework", "framework_version",
     "backend",

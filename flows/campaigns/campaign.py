@@ -56,7 +56,7 @@ from precision_time.tasks.casgd_cells.profile import profile_glm_cell
 from precision_time.tasks.gangs.leases import LeaseWait
 from precision_time.tasks.gangs.profile_cell import profile_cell
 from precision_time.tasks.gangs.record_cell import outcome_of, record_cell
-from precision_time.tasks.ranks.job import CellReceipt, TraceLimits
+from precision_time.tasks.ranks.job import Attempt, CellReceipt, TraceLimits
 from precision_time.tasks.ranks.refusals import refuse_unstarted
 
 __all__ = ["measure_cell", "profiling_campaign", "run_campaign"]
@@ -155,7 +155,11 @@ def _refuse_unstarted(plan: CampaignPlan, dataset: TimingsDataset) -> int:
     """Record the cells that need no try to be refused, without a cluster; returns how many there were."""
     receipts = [
         refuse_unstarted(
-            planned.cell, attempt=dataset.next_attempt(planned.cell_id), environment=plan.device.environment
+            Attempt(
+                cell=planned.cell,
+                attempt=dataset.next_attempt(planned.cell_id),
+                environment=plan.device.environment,
+            )
         )
         for planned in plan.cells
         if planned.state == "will be refused"
@@ -312,12 +316,11 @@ def measure_cell(
     make_receipt = functools.partial(
         CellReceipt,
         cell=planned.cell,
-        cell_id=planned.cell_id,
         environment=environment,
         started_at=time.time(),
         host=platform.node(),
     )
-    earlier = make_receipt(attempt=1, status="recorded", duration_s=0.0)
+    earlier = make_receipt(attempt=1, duration_s=0.0)
     if planned.cell_id in dataset.recorded_cells():
         return _find_earlier(planned, dataset, otherwise=earlier)
     if is_glm(planned.cell.model):
@@ -354,7 +357,6 @@ def measure_cell(
         if not outcomes:
             receipt = make_receipt(
                 attempt=dataset.next_attempt(planned.cell_id),
-                status="failed",
                 cause="exception",
                 message=f"{type(error).__name__}: {error}",
                 duration_s=time.monotonic() - started,

@@ -1,19 +1,21 @@
 """The axes of a campaign's grid: what each of their values may be, and the pattern that leaves cells out."""
 
 import re
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
 
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workloads.workload import known_workloads
 from precision_time.storage.errors import InputError, UnknownNameError
-from precision_time.storage.schema import CHECKPOINTING, COMPRESSION, OPTIONS, GridCell
+from precision_time.storage.run_options import OPTION_NAMES, RUN_OPTIONS, RunOption
+from precision_time.storage.schema import GridCell
 from precision_time.tasks.casgd_cells.cells import GLM_STRATEGIES, check_glm_model, is_glm
 
 __all__ = [
-    "AXES", "AXIS", "AXIS_SCHEMA", "LIST", "Batch", "CellPattern", "Checkpointing", "Compression", "Gpus", "Model",
-    "Models", "PrecisionName", "Precisions", "Steps", "Strategy", "Switch",
+    "AXES", "AXIS", "AXIS_SCHEMA", "LIST", "Batch", "CellPattern", "Gpus", "Model", "Models", "PrecisionName",
+    "Precisions", "Steps", "Strategy", "add_options", "choice_of",
 ]  # fmt: skip
 
 MAX_GPUS = 65_536
@@ -119,9 +121,6 @@ Precisions = Annotated[
 ]
 Gpus = Annotated[int, _whole_number(MAX_GPUS), _bounds(MAX_GPUS)]
 Batch = Annotated[int, _whole_number(MAX_BATCH), _bounds(MAX_BATCH)]
-Switch = Annotated[bool, _one_of(False, True)]
-Checkpointing = Annotated[str, _one_of(*CHECKPOINTING), _drop_down(*CHECKPOINTING)]
-Compression = Annotated[str, _one_of(*COMPRESSION), _drop_down(*COMPRESSION)]
 Strategy = Annotated[str, _one_of(*STRATEGIES), _drop_down(*STRATEGIES)]
 Steps = Annotated[int, _whole_number(10_000), _bounds(10_000)]
 
@@ -133,14 +132,26 @@ AXES = {
     "gpus": "gpus",
     "batch_size": "batch_sizes",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
-    **{name: name for name in OPTIONS},
+    **{name: name for name in OPTION_NAMES},
     "strategy": "strategies",
 }
 
 
-class CellPattern(BaseModel):
-    """Cells to leave out: those that agree in every key given here."""
+def choice_of(option: RunOption) -> Any:
+    """The type of one value of ``option`` in a campaign."""
+    checked = _one_of(*option.choices)
+    if isinstance(option.default, bool):
+        return Annotated[bool, checked]
+    return Annotated[str, checked, _drop_down(*map(str, option.choices))]
 
+
+def add_options(base: type[BaseModel], field_of: Callable[[RunOption], tuple[Any, Any]]) -> type[BaseModel]:
+    """``base`` with a field for each run option: ``field_of`` gives its type and its ``Field``."""
+    fields: dict[str, Any] = {option.name: field_of(option) for option in RUN_OPTIONS}
+    return create_model(base.__name__, __base__=base, __module__=base.__module__, **fields)
+
+
+class _CellKeys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Model | None = Field(None, title="Model")
@@ -148,11 +159,15 @@ class CellPattern(BaseModel):
     gpus: Gpus | None = Field(None, title="GPUs", description="Number of ranks.")
     batch_size: Batch | None = Field(None, title="Batch size", description="Samples per GPU.")
     gradient_accumulation_steps: Batch | None = Field(None, title="Gradient accumulation steps")
-    channels_last: Switch | None = Field(None, title="Channels last")
-    compiled: Switch | None = Field(None, title="Compiled")
-    checkpointing: Checkpointing | None = Field(None, title="Activation checkpointing")
-    fused_optimizer: Switch | None = Field(None, title="Fused optimizer")
-    compression: Compression | None = Field(None, title="Gradient compression")
+
+
+if not TYPE_CHECKING:  # a type checker takes no class that is made while the program runs
+    _CellKeys = add_options(_CellKeys, lambda option: (choice_of(option) | None, Field(None, title=option.title)))
+
+
+class CellPattern(_CellKeys):
+    """Cells to leave out: those that agree in every key given here."""
+
     strategy: Strategy | None = Field(None, title="Strategy")
 
     def matches(self, cell: GridCell) -> bool:
@@ -163,6 +178,6 @@ class CellPattern(BaseModel):
             (self.gpus, cell.world_size),
             (self.batch_size, cell.per_gpu_batch_size),
             (self.gradient_accumulation_steps, cell.gradient_accumulation_steps),
-            *((getattr(self, name), getattr(cell, name)) for name in (*OPTIONS, "strategy")),
+            *((getattr(self, name), getattr(cell, name)) for name in (*OPTION_NAMES, "strategy")),
         )
         return all(wanted is None or wanted == value for wanted, value in pairs)

@@ -22,7 +22,7 @@ from precision_time.casgd.objectives import OBJECTIVES
 from precision_time.casgd.precision import POLICIES
 from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.storage.errors import InputError
-from precision_time.storage.schema import OPTIONS, Environment, GridCell, Measurement
+from precision_time.storage.schema import Environment, GridCell, Measurement
 from precision_time.tasks.ranks.job import MeasurementLimits
 
 __all__ = [
@@ -207,10 +207,8 @@ def _list_misfits(cell: GridCell) -> Iterable[tuple[str, dict[str, str | int | b
             f"{cell.model} on {cell.world_size} ranks, of which some would own no column",
             {"model": cell.model, "gpus": cell.world_size},
         )
-    for name in OPTIONS:
-        value = getattr(cell, name)
-        if value not in (False, "none"):
-            yield f"{cell.model} with {name}", {"model": cell.model, name: value}
+    for name, value in cell.changed_options.items():
+        yield f"{cell.model} with {name}", {"model": cell.model, name: value}
     if cell.nodes > 1:
         yield (
             f"{cell.model} on {cell.nodes} hosts: its ranks stand on one",

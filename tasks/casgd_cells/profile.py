@@ -153,7 +153,6 @@ def _lay_out(
     cell_id = cell.cell_id(environment)
     job = RankJob(
         cell=cell,
-        cell_id=cell_id,
         attempt=attempt,
         environment=environment,
         limits=limits,
@@ -165,12 +164,7 @@ def _lay_out(
 
 def _receipt_of(job: RankJob, report: LaunchReport, *, started_at: float, duration_s: float) -> CellReceipt:
     fragments = tuple(str(fragment_path(Path(job.scratch), rank)) for rank in range(job.cell.world_size))
-    return CellReceipt(
-        cell=job.cell,
-        cell_id=job.cell_id,
-        attempt=job.attempt,
-        environment=job.environment,
-        status="failed" if report["cause"] else "recorded",
+    return job.receipt(
         cause=report["cause"],
         message=report["message"],
         scratch=job.scratch,

@@ -5,12 +5,11 @@ import math
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -144,17 +143,10 @@ def _row_of(
     word_bytes = 8 if cell.policy == "fp64" else 4
     reduced = cell.batch_size**2 * cell.s * (cell.s - 1) // 2 + cell.s * cell.batch_size
     return IterationTiming(
-        cell_id=job.cell_id,
-        attempt=job.attempt,
-        model=job.cell.model,
+        **job.row_columns(),
+        **conditions.row_columns(),
         task_input=f"n{cell.columns}",
-        requested_precision=job.cell.precision,
         effective_precision=job.cell.precision,
-        world_size=job.cell.world_size,
-        nodes=job.cell.nodes,
-        per_gpu_batch_size=job.cell.per_gpu_batch_size,
-        gradient_accumulation_steps=job.cell.gradient_accumulation_steps,
-        strategy=job.cell.strategy,
         rank=rank,
         step=step,
         is_warmup=warm,
@@ -173,16 +165,9 @@ def _row_of(
         step_skipped=False,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         model_params=cell.columns + 1,
-        **asdict(job.environment),
         threads_per_rank=1,
         float32_matmul_precision="highest",
-        host=socket.gethostname(),
-        load_average=conditions.load_average,
-        other_cpu_share=conditions.other_cpu_share,
-        steal_share=conditions.steal_share,
-        contended=conditions.contended,
         recorded_at=time.time(),
-        input_mode="synthetic",
         tool_version=find_tool_version(),
     )
 

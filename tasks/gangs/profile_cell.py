@@ -18,9 +18,9 @@ from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.gangs.leases import GangLease, LeaseWait, check_connected, lease_workers, number_attempt
 from precision_time.tasks.processes.rank_process import RankReport, assign_devices, run_rank, visible_devices
 from precision_time.tasks.processes.running_ranks import end_ranks
-from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits, RankJob, TraceLimits
+from precision_time.tasks.ranks.job import Attempt, CellReceipt, MeasurementLimits, RankJob, TraceLimits
 from precision_time.tasks.ranks.rank import card_path, trace_path
-from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES, refuse_unstarted
+from precision_time.tasks.ranks.refusals import refuse_unstarted
 
 __all__ = ["profile_cell"]
 
@@ -64,7 +64,7 @@ def profile_cell(
     folder cannot be made. An interrupt kills the ranks and goes on up.
     Threads of one client may measure cells side by side.
     """
-    refused = refuse_unstarted(cell, attempt=1, environment=environment)
+    refused = refuse_unstarted(Attempt(cell=cell, attempt=1, environment=environment))
     if refused is not None:
         receipt = replace(refused, attempt=number_attempt(attempt))
         keep(receipt)
@@ -99,9 +99,7 @@ def _profile_on(
 ) -> CellReceipt:
     started_at, began = time.time(), time.monotonic()
     cell_id = cell.cell_id(environment)
-    receipt = functools.partial(
-        CellReceipt, cell=cell, cell_id=cell_id, attempt=attempt, environment=environment, started_at=started_at
-    )
+    receipt = functools.partial(CellReceipt, cell=cell, attempt=attempt, environment=environment, started_at=started_at)
     folder = scratch / f"{cell_id}-{attempt}"
     try:
         workers = lease.workers
@@ -111,7 +109,6 @@ def _profile_on(
             devices = assign_devices(workers, [seen[address] for address in workers])
         job = RankJob(
             cell=cell,
-            cell_id=cell_id,
             attempt=attempt,
             environment=environment,
             limits=limits,
@@ -131,7 +128,6 @@ def _profile_on(
     host = reports[0]["host"] if reports else socket.gethostname()
     if failure is not None:
         return receipt(
-            status="refused" if failure["cause"] in REFUSAL_CAUSES else "failed",
             cause=failure["cause"],
             message=failure["message"],
             scratch=str(folder),
@@ -140,7 +136,6 @@ def _profile_on(
         )
     card, traced = card_path(folder), trace_path(folder)
     return receipt(
-        status="recorded",
         scratch=str(folder),
         fragments=tuple(report["fragment"] for report in sorted(reports, key=lambda report: report["rank"])),
         trace=str(traced) if traced.exists() else "",

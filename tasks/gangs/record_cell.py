@@ -4,16 +4,16 @@ import itertools
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from precision_time.storage.errors import IntegrityError
-from precision_time.storage.schema import OPTIONS, CellOutcome, Environment, IterationTiming
+from precision_time.storage.run_options import OPTION_NAMES
+from precision_time.storage.schema import CellOutcome, Environment, IterationTiming
 from precision_time.storage.timings import TimingsDataset, read_table
 from precision_time.tasks.gangs.verdicts import judge_rows, mark_regimes
 from precision_time.tasks.ranks.job import CellReceipt
-from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES
 
 __all__ = ["DISCARDED", "outcome_of", "read_fragments", "record_cell"]
 
@@ -62,30 +62,17 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
 
 def outcome_of(receipt: CellReceipt) -> CellOutcome:
     """The outcome of an attempt that is not recorded yet: it has no rows."""
-    cell = receipt.cell
     return CellOutcome(
         cell_id=receipt.cell_id,
         attempt=receipt.attempt,
-        status="refused" if receipt.cause in REFUSAL_CAUSES else receipt.status,
+        status=receipt.status,
         cause=receipt.cause,
         message=receipt.message,
-        rows=0,
-        model=cell.model,
-        precision=cell.precision,
-        world_size=cell.world_size,
-        nodes=cell.nodes,
-        per_gpu_batch_size=cell.per_gpu_batch_size,
-        gradient_accumulation_steps=cell.gradient_accumulation_steps,
-        strategy=cell.strategy,
+        **asdict(receipt.cell),
         gpu=receipt.environment.gpu,
         host=receipt.host,
         started_at=receipt.started_at,
         duration_s=receipt.duration_s,
-        channels_last=cell.channels_last,
-        compiled=cell.compiled,
-        checkpointing=cell.checkpointing,
-        fused_optimizer=cell.fused_optimizer,
-        compression=cell.compression,
     )
 
 
@@ -172,7 +159,7 @@ def _problem_of(row: IterationTiming, *, rank: int, receipt: CellReceipt) -> str
         return f"it belongs to {claimed}, not {asked}"
     if row.effective_precision != row.requested_precision:
         return f"it ran in {row.effective_precision} instead of {row.requested_precision}"
-    for name in OPTIONS:
+    for name in OPTION_NAMES:
         if getattr(row, name) != getattr(cell, name):
             return f"it ran with {name}={getattr(row, name)} instead of {getattr(cell, name)}"
     for field in fields(Environment):

@@ -18,9 +18,8 @@ from precision_time.tasks.processes.environment import training_environment
 from precision_time.tasks.processes.fork_client import ForkedRank, RankRequest, TemplateLost, Templates
 from precision_time.tasks.processes.process_families import kill_family
 from precision_time.tasks.processes.running_ranks import RunningRank, register_rank
-from precision_time.tasks.ranks.job import RankJob
+from precision_time.tasks.ranks.job import REFUSAL_CAUSES, RankJob
 from precision_time.tasks.ranks.rank import PARENT_VARIABLE, failure_path, fragment_path
-from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES
 
 __all__ = ["RankReport", "assign_devices", "run_rank", "visible_devices"]
 

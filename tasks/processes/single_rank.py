@@ -21,7 +21,6 @@ def profile_here(cell: GridCell, *, environment: Environment, limits: Measuremen
         devices = assign_devices([""], [os.environ.get("CUDA_VISIBLE_DEVICES")])
     job = RankJob(
         cell=cell,
-        cell_id=cell.cell_id(environment),
         attempt=1,
         environment=environment,
         limits=limits,
@@ -31,12 +30,7 @@ def profile_here(cell: GridCell, *, environment: Environment, limits: Measuremen
     (scratch / "job.json").write_text(job.to_json(), encoding="utf-8")
     began, started_at = time.monotonic(), time.time()
     ended = run_rank(job.to_json(), 0)
-    return CellReceipt(
-        cell=cell,
-        cell_id=job.cell_id,
-        attempt=1,
-        environment=environment,
-        status="failed" if ended["cause"] else "recorded",
+    return job.receipt(
         cause=ended["cause"],
         message=ended["message"],
         scratch=str(scratch),

@@ -25,7 +25,7 @@ from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import PrecisionTimeError
-from precision_time.storage.schema import OPTIONS, Measurement
+from precision_time.storage.schema import Measurement
 from precision_time.tasks.publishing.publish import find_champion, trained_cells
 from precision_time.tasks.publishing.validate import Validation
 
@@ -187,8 +187,7 @@ def _draw_gpus(measurements: Sequence[Measurement], apart: Sequence[Hashable]) -
     titles = {}
     several = len({seen.gpu for seen in measurements}) > 1
     for seen, others in zip(measurements, apart, strict=True):
-        stated = {option: value for option in OPTIONS if (value := getattr(seen, option)) not in (False, "none")}
-        options = [option if value is True else f"{option} {value}" for option, value in stated.items()]
+        options = seen.option_words
         accumulated = f" x {seen.gradient_accumulation_steps}" if seen.gradient_accumulation_steps > 1 else ""
         batch = seen.per_gpu_batch_size, seen.gradient_accumulation_steps
         key = (*_machine(seen), *batch, seen.strategy, *options, others)
@@ -237,9 +236,8 @@ def _draw_speedup(measurements: Sequence[Measurement], apart: Sequence[Hashable]
     runs: dict[tuple[object, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     models_of = {}
     for seen, others in zip(measurements, apart, strict=True):
-        options = (getattr(seen, option) for option in OPTIONS)
         sizes = seen.world_size, seen.nodes, seen.per_gpu_batch_size, seen.gradient_accumulation_steps
-        key = (*_machine(seen), *sizes, seen.strategy, *options, others)
+        key = (*_machine(seen), *sizes, seen.strategy, *seen.option_words, others)
         runs[key][seen.precision].append(seen.iteration_time_s)
         models_of[key] = seen.model
     found: dict[str, list[tuple[str, float]]] = defaultdict(list)

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from precision_time.tasks.ranks.device_state import GpuMonitor, GpuState
 
@@ -65,6 +66,20 @@ class Conditions:
     steal_share: float | None = None
     contended: bool = False
     gpu: GpuState = field(default_factory=GpuState)
+
+    def row_columns(self) -> dict[str, Any]:
+        """The conditions as columns of a row."""
+        return {
+            "load_average": self.load_average,
+            "other_cpu_share": self.other_cpu_share,
+            "steal_share": self.steal_share,
+            "contended": self.contended,
+            "gpu_clock_hz": self.gpu.clock_hz,
+            "power_w": self.gpu.power_w,
+            "temperature_c": self.gpu.temperature_c,
+            "throttled": self.gpu.throttled,
+            "throttle_reasons": self.gpu.reasons,
+        }
 
 
 class Watch:

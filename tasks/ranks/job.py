@@ -1,16 +1,20 @@
-"""What a rank is asked to do and what comes back of a cell, as plain values that travel as JSON."""
+"""The job that the ranks of an attempt read, and the receipt that comes back of it, as plain values."""
 
 import json
 import math
 import shutil
-from dataclasses import asdict, dataclass, field
+import socket
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from precision_time.storage.errors import InputError, StorageError
 from precision_time.storage.schema import CellStatus, Environment, GridCell
 
-__all__ = ["CellReceipt", "MeasurementLimits", "RankJob", "TraceLimits"]
+__all__ = ["REFUSAL_CAUSES", "Attempt", "CellReceipt", "MeasurementLimits", "RankJob", "TraceLimits"]
+
+#: Causes of an outcome that is ``refused``: another attempt on this device cannot come out differently.
+REFUSAL_CAUSES = frozenset({"precision-unsupported", "strategy-unsupported", "option-unsupported"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +57,31 @@ class TraceLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankJob:
-    """One attempt at one cell, as every rank of it reads it; ``trace`` is None where no step is traced.
+class Attempt:
+    """One attempt at one cell on one kind of machine; ``attempt`` counts from 1."""
+
+    cell: GridCell
+    attempt: int
+    environment: Environment
+
+    @property
+    def cell_id(self) -> str:
+        """The cell's identity on this machine."""
+        return self.cell.cell_id(self.environment)
+
+    def receipt(self, **result: Any) -> "CellReceipt":
+        """The receipt of this attempt; ``result`` are the other fields of ``CellReceipt``."""
+        return CellReceipt(cell=self.cell, attempt=self.attempt, environment=self.environment, **result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob(Attempt):
+    """An attempt as every rank of it reads it; ``trace`` is None where no step is traced.
 
     ``scratch`` is the folder of this attempt, seen by all ranks. ``devices`` holds the ``CUDA_VISIBLE_DEVICES`` entry
     of each rank, and is empty on a CPU. ``hosts`` holds the address by which each rank's worker is known to the others.
     """
 
-    cell: GridCell
-    cell_id: str
-    attempt: int
-    environment: Environment
     limits: MeasurementLimits
     scratch: str
     devices: tuple[str, ...] = ()
@@ -74,6 +92,19 @@ class RankJob:
     def threads_per_rank(self) -> int:
         """Compute threads of one rank: the cores of its node, shared evenly."""
         return max(1, self.environment.cpu_cores // (self.cell.world_size // self.cell.nodes))
+
+    def row_columns(self) -> dict[str, Any]:
+        """The columns that all rows of the attempt share on this host: cell, environment, host and input."""
+        cell = asdict(self.cell)
+        return {
+            "cell_id": self.cell_id,
+            "attempt": self.attempt,
+            "requested_precision": cell.pop("precision"),
+            **cell,
+            **asdict(self.environment),
+            "host": socket.gethostname(),
+            "input_mode": "synthetic",
+        }
 
     def to_json(self) -> str:
         """Text for ``from_json``."""
@@ -122,26 +153,27 @@ class RankJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellReceipt:
-    """What one attempt at a cell came to: where its fragments lie, or why there are none.
+class CellReceipt(Attempt):
+    """The result of an attempt: where its fragments lie, or why there are none.
 
-    ``status`` is ``recorded`` when every rank ended well (the fragments are still to be checked and committed),
-    ``refused`` when the device cannot run the precision, else ``failed``; ``cause`` is a word of ``CellOutcome``.
-    ``workload`` is the feature card that rank 0 counted, None for a model whose card is shipped; ``trace`` the file
-    that its steps were traced into, empty where there is none.
+    ``cause`` is a word of ``CellOutcome``, empty when every rank ended well; the fragments are then still to be checked
+    and committed. ``workload`` is the feature card that rank 0 counted, None for a model whose card is shipped;
+    ``trace`` the file that its steps were traced into, empty where there is none.
     """
 
-    cell: GridCell
-    cell_id: str
-    attempt: int
-    environment: Environment
-    status: CellStatus
     cause: str = ""
     message: str = ""
     scratch: str = ""
     fragments: tuple[str, ...] = ()
     trace: str = ""
-    workload: dict[str, Any] | None = field(default=None)
+    workload: dict[str, Any] | None = None
     started_at: float
     duration_s: float
     host: str
+
+    @property
+    def status(self) -> CellStatus:
+        """``recorded`` without a cause, ``refused`` for one of ``REFUSAL_CAUSES``, else ``failed``."""
+        if not self.cause:
+            return "recorded"
+        return "refused" if self.cause in REFUSAL_CAUSES else "failed"

@@ -157,7 +157,6 @@ def _run(job: RankJob, rank: int) -> None:
     from precision_time.storage.timings import write_fragment
     from precision_time.tasks.ranks.chrome_trace import sample_trace
     from precision_time.tasks.ranks.policies import apply_precision, check_switches
-    from precision_time.tasks.ranks.run_options import RunOptions
     from precision_time.tasks.ranks.timed_loop import TimedLoop
     from precision_time.tasks.workloads import build_workload, count_card
 
@@ -192,7 +191,7 @@ def _run(job: RankJob, rank: int) -> None:
         batch_size=cell.per_gpu_batch_size,
         accumulation_steps=cell.gradient_accumulation_steps,
         limits=job.limits,
-        options=RunOptions.of(cell),
+        options=cell,
         ranks_here=cell.world_size // cell.nodes,
         cores=job.threads_per_rank * (cell.world_size // cell.nodes),
     )
@@ -305,85 +304,64 @@ def make_rows(
     sample: "TraceSample | None" = None,
 ) -> list[IterationTiming]:
     """The rows of one rank: warm-up steps, then measured ones with what their partner without synchronisation tells."""
-    cell, environment = job.cell, job.environment
-    load = os.getloadavg()[0]
-    tool_version = find_tool_version()
+    shared = {
+        **job.row_columns(),
+        "rank": rank,
+        "task_input": task_input,
+        "effective_precision": effective_precision,
+        "model_params": model_params,
+        "threads_per_rank": job.threads_per_rank,
+        "float32_matmul_precision": float32_matmul_precision,
+        "cudnn_allow_tf32": cudnn_allow_tf32,
+        "code_sha256": code_sha256,
+        "tool_version": find_tool_version(),
+        "is_steady": result.steady,
+    }
+    if sample is not None:
+        shared |= {"trace_truncated": sample.truncated, "traced_exposed_s": sample.exposed_s}
+    unmeasured = dict.fromkeys(("compute_time_s", "communication_time_s", "exposed_communication_s"))
+    warmup = [
+        _step_columns(times) | {"is_warmup": True, "energy_reason": "warm-up is not counted", **unmeasured}
+        for times in result.warmup
+    ]
+    once = {
+        "is_warmup": False,
+        "isolated_communication_s": result.isolated_communication_s,
+        "energy_j": result.energy_j,
+        "energy_reason": result.energy_reason,
+    }
+    measured = [
+        _step_columns(times) | _paired_columns(times, local, is_alone=job.cell.world_size == 1) | once
+        for times, local in zip(result.synced, result.local, strict=True)
+    ]
+    return [IterationTiming(**shared, **columns, step=step) for step, columns in enumerate(warmup + measured)]
 
-    def row(step: int, times: "StepTimes", local: "StepTimes | None") -> IterationTiming:
-        alone = cell.world_size == 1
-        seen = times.conditions
-        return IterationTiming(
-            cell_id=job.cell_id,
-            attempt=job.attempt,
-            model=cell.model,
-            task_input=task_input,
-            requested_precision=cell.precision,
-            effective_precision=effective_precision,
-            world_size=cell.world_size,
-            nodes=cell.nodes,
-            per_gpu_batch_size=cell.per_gpu_batch_size,
-            gradient_accumulation_steps=cell.gradient_accumulation_steps,
-            strategy=cell.strategy,
-            rank=rank,
-            step=step,
-            is_warmup=local is None,
-            is_steady=result.steady,
-            iteration_time_s=times.iteration_s,
-            forward_time_s=times.forward_s,
-            backward_time_s=times.backward_s,
-            optimizer_time_s=times.optimizer_s,
-            compute_time_s=None if local is None else local.iteration_s,
-            communication_time_s=None if local is None else times.communication_s,
-            exposed_communication_s=None if local is None else 0.0 if alone else times.backward_s - local.backward_s,
-            exposed_after_backward_s=None if local is None else 0.0 if alone else _exposed_after(times, local),
-            bucket_count=len(times.buckets),
-            bucket_bytes=sum(times.buckets),
-            bucket_sizes=",".join(map(str, times.buckets)),
-            loss_scale=times.loss_scale,
-            step_skipped=times.step_skipped,
-            peak_memory_bytes=times.peak_memory_bytes,
-            model_params=model_params,
-            device_type=environment.device_type,
-            gpu=environment.gpu,
-            cpu_model=environment.cpu_model,
-            cpu_cores=environment.cpu_cores,
-            threads_per_rank=job.threads_per_rank,
-            driver_version=environment.driver_version,
-            cuda_version=environment.cuda_version,
-            framework=environment.framework,
-            framework_version=environment.framework_version,
-            backend=environment.backend,
-            float32_matmul_precision=float32_matmul_precision,
-            cudnn_allow_tf32=cudnn_allow_tf32,
-            host=socket.gethostname(),
-            load_average=load if seen is None else seen.load_average,
-            recorded_at=times.recorded_at,
-            channels_last=cell.channels_last,
-            compiled=cell.compiled,
-            checkpointing=cell.checkpointing,
-            fused_optimizer=cell.fused_optimizer,
-            compression=cell.compression,
-            isolated_communication_s=None if local is None else result.isolated_communication_s,
-            gpu_clock_hz=None if seen is None else seen.gpu.clock_hz,
-            power_w=None if seen is None else seen.gpu.power_w,
-            temperature_c=None if seen is None else seen.gpu.temperature_c,
-            throttled=None if seen is None else seen.gpu.throttled,
-            throttle_reasons="" if seen is None else seen.gpu.reasons,
-            contended=None if seen is None else seen.contended,
-            other_cpu_share=None if seen is None else seen.other_cpu_share,
-            steal_share=None if seen is None else seen.steal_share,
-            energy_j=None if local is None else result.energy_j,
-            energy_reason="warm-up is not counted" if local is None else result.energy_reason,
-            input_mode="synthetic",
-            tool_version=tool_version,
-            code_sha256=code_sha256,
-            trace_truncated=None if sample is None else sample.truncated,
-            traced_exposed_s=None if sample is None else sample.exposed_s,
-        )
 
-    warmup = [row(step, times, None) for step, times in enumerate(result.warmup)]
-    pairs = zip(result.synced, result.local, strict=True)
-    return warmup + [row(step, times, local) for step, (times, local) in enumerate(pairs, start=len(warmup))]
+def _step_columns(times: "StepTimes") -> dict[str, Any]:
+    return {
+        "iteration_time_s": times.iteration_s,
+        "forward_time_s": times.forward_s,
+        "backward_time_s": times.backward_s,
+        "optimizer_time_s": times.optimizer_s,
+        "bucket_count": len(times.buckets),
+        "bucket_bytes": sum(times.buckets),
+        "bucket_sizes": ",".join(map(str, times.buckets)),
+        "loss_scale": times.loss_scale,
+        "step_skipped": times.step_skipped,
+        "peak_memory_bytes": times.peak_memory_bytes,
+        "recorded_at": times.recorded_at,
+        **times.conditions.row_columns(),
+    }
+
+
+def _paired_columns(times: "StepTimes", local: "StepTimes", *, is_alone: bool) -> dict[str, Any]:
+    """What a measured step and its partner without synchronisation tell together; one rank alone exposes nothing."""
+    return {
+        "compute_time_s": local.iteration_s,
+        "communication_time_s": times.communication_s,
+        "exposed_communication_s": 0.0 if is_alone else times.backward_s - local.backward_s,
+        "exposed_after_backward_s": 0.0 if is_alone else _exposed_after(times, local),
+    }
 
 
 def _exposed_after(times: "StepTimes", local: "StepTimes") -> float | None:

@@ -5,20 +5,16 @@ import time
 
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.errors import InputError
-from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.ranks.job import CellReceipt
+from precision_time.storage.schema import GridCell
+from precision_time.tasks.ranks.job import Attempt, CellReceipt
 
 __all__ = [
-    "REFUSAL_CAUSES",
     "CellRefusedError",
     "EnvironmentChangedError",
     "LossNotFiniteError",
     "refuse_cell",
     "refuse_unstarted",
 ]
-
-#: Causes of an outcome that is ``refused``: another attempt on this device cannot come out differently.
-REFUSAL_CAUSES = frozenset({"precision-unsupported", "strategy-unsupported", "option-unsupported"})
 
 
 class CellRefusedError(InputError):
@@ -59,20 +55,12 @@ def refuse_cell(cell: GridCell) -> tuple[str, str] | None:
     return None
 
 
-def refuse_unstarted(cell: GridCell, *, attempt: int, environment: Environment) -> CellReceipt | None:
-    """The receipt of a cell that ``refuse_cell`` refuses, to be recorded as it is; None for any other cell."""
-    refused = refuse_cell(cell)
+def refuse_unstarted(attempt: Attempt) -> CellReceipt | None:
+    """The receipt of an attempt at a cell that ``refuse_cell`` refuses; None for any other cell."""
+    refused = refuse_cell(attempt.cell)
     if refused is None:
         return None
-    return CellReceipt(
-        cell=cell,
-        cell_id=cell.cell_id(environment),
-        attempt=attempt,
-        environment=environment,
-        status="refused",
-        cause=refused[0],
-        message=refused[1],
-        started_at=time.time(),
-        duration_s=0.0,
-        host=socket.gethostname(),
+    cause, message = refused
+    return attempt.receipt(
+        cause=cause, message=message, started_at=time.time(), duration_s=0.0, host=socket.gethostname()
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from precision_time.storage.run_options import RunOptions
 from precision_time.tasks.ranks.buckets import Flight, FlightLog, find_averaged, log_bucket, send_alone
 from precision_time.tasks.ranks.clocks import Clock, make_clock
 from precision_time.tasks.ranks.conditions import Conditions, Watch
@@ -22,15 +23,7 @@ from precision_time.tasks.ranks.device_state import EnergyMeter, GpuMonitor, ope
 from precision_time.tasks.ranks.job import MeasurementLimits
 from precision_time.tasks.ranks.policies import AppliedPrecision
 from precision_time.tasks.ranks.refusals import LossNotFiniteError
-from precision_time.tasks.ranks.run_options import (
-    RunOptions,
-    arrange_module,
-    check_compiled,
-    check_wire,
-    compile_module,
-    fuse_optimizer,
-    lay_out_batch,
-)
+from precision_time.tasks.ranks.run_options import prepare_training
 from precision_time.tasks.ranks.steady_state import (
     STEADY_TOLERANCE,
     is_steady,
@@ -65,7 +58,7 @@ class StepTimes:
     step_skipped: bool
     recorded_at: float
     peak_memory_bytes: int
-    conditions: Conditions | None = None
+    conditions: Conditions
     last_backward_s: float | None = None
     last_landing_s: float | None = None
 
@@ -125,28 +118,22 @@ class TimedLoop:
     ) -> None:
         self.workload, self.policy, self.device = workload, policy, device
         self.world_size, self.accumulation_steps, self.limits = world_size, accumulation_steps, limits
-        self.options = options or RunOptions()
         self.clock: Clock = make_clock(device)
-        self.log = FlightLog(self.clock, world_size, wire_dtype=self.options.wire_dtype)
-        module = workload.module.train()
-        arrange_module(module, self.options)
-        if self.options.compiled:
-            # Inside DDP: Dynamo leaves DDP's own forward to the interpreter, and with it a module that is a sequence.
-            module = compile_module(module, device=device)
+        training = prepare_training(
+            workload.module.train(), options or RunOptions(), device=device, world_size=world_size
+        )
+        self._check_first_steps = training.check_first_steps
+        self.log = FlightLog(self.clock, world_size, wire_dtype=training.wire_dtype)
         self._parallel: DistributedDataParallel | None = None
         if world_size > 1:
-            if self.log.wire_dtype is not None:
-                check_wire(self.log.wire_dtype, device=device)
-            else:
-                formats = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+            if self.log.wire_dtype is None:
+                formats = {parameter.dtype for parameter in training.module.parameters() if parameter.requires_grad}
                 self.log.averaged = find_averaged(formats, device=device)
             devices = [device] if device.type == "cuda" else None
-            self._parallel = DistributedDataParallel(module, device_ids=devices)
+            self._parallel = DistributedDataParallel(training.module, device_ids=devices)
             self._parallel.register_comm_hook(self.log, log_bucket)
-        self.module: nn.Module = self._parallel or module
-        self.optimizer = workload.make_optimizer(self.module.parameters())
-        if self.options.fused_optimizer:
-            self.optimizer = fuse_optimizer(self.optimizer)
+        self.module: nn.Module = self._parallel or training.module
+        self.optimizer = training.finish_optimizer(workload.make_optimizer(self.module.parameters()))
         # Followed here: asking the scaler would make every step wait for the device.
         self._loss_scale = None if policy.scaler is None else policy.scaler.get_scale()
         self._optimizer_steps = 0
@@ -156,8 +143,7 @@ class TimedLoop:
             self._keep_found_inf if self._skips_inside else self._count_optimizer_step
         )
         self._loss: torch.Tensor | None = None
-        batch = policy.cast_batch(workload.make_batch(batch_size, device))
-        self.batch = lay_out_batch(batch) if self.options.channels_last else batch
+        self.batch = training.lay_out_batch(policy.cast_batch(workload.make_batch(batch_size, device)))
         monitor, reason = _open_monitor(device)
         self._watch = Watch(monitor=monitor, ranks_here=ranks_here or world_size, cores=cores)
         self._energy = EnergyMeter(monitor, reason=reason)
@@ -231,8 +217,7 @@ class TimedLoop:
             if size == 0:
                 return steps
             steps += self._block(size, synchronise=True, lead_in=False)
-            if self.options.compiled:
-                check_compiled()
+            self._check_first_steps()
 
     def agree(self, value: int) -> int:
         """Rank 0's ``value`` on every rank; never inside a timed region."""

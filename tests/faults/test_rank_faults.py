@@ -67,7 +67,6 @@ def make_job(scratch, model, **limits):
     cell = GridCell(model=f"scripted_ranks:{model}", precision="fp32", world_size=1, per_gpu_batch_size=4)
     job = RankJob(
         cell=cell,
-        cell_id=cell.cell_id(ENVIRONMENT),
         attempt=1,
         environment=ENVIRONMENT,
         limits=MeasurementLimits(**{"timeout_s": 60.0, **limits}),

@@ -380,8 +380,8 @@ def test_a_cell_that_another_campaign_has_recorded_meanwhile_is_not_measured_aga
 
 def make_receipt(planned: PlannedCell, plan: CampaignPlan, *, attempt: int) -> CellReceipt:
     return CellReceipt(
-        cell=planned.cell, cell_id=planned.cell_id, attempt=attempt, environment=plan.device.environment,
-        status="failed", cause="signal 9", started_at=0.0, duration_s=1.0, host="here",
+        cell=planned.cell, attempt=attempt, environment=plan.device.environment,
+        cause="signal 9", started_at=0.0, duration_s=1.0, host="here",
     )  # fmt: skip
 
 

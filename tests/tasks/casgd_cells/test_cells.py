@@ -116,9 +116,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path):
 
 def test_a_rank_that_fails_is_an_outcome_with_its_last_words(environment, tmp_path):
     cell = GlmCell(objective="logistic", columns=7, s=4, batch_size=4)
-    job = RankJob(
-        cell=cell.grid_cell, cell_id="a", attempt=1, environment=environment, limits=LIMITS, scratch=str(tmp_path / "a")
-    )
+    job = RankJob(cell=cell.grid_cell, attempt=1, environment=environment, limits=LIMITS, scratch=str(tmp_path / "a"))
     job.lay_out()
     (tmp_path / "a" / "rank-0.parquet").mkdir()  # nothing can be written there
     report = glm_launch.launch_ranks(job.to_json())

@@ -7,7 +7,8 @@ from precision_time.predictor.workloads.workload import find_workload
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.storage.timings import TimingsDataset, write_fragment
 from precision_time.tasks.gangs.record_cell import record_cell
-from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.ranks.conditions import Conditions
+from precision_time.tasks.ranks.job import Attempt, CellReceipt, MeasurementLimits, RankJob
 from precision_time.tasks.ranks.rank import fragment_path, make_rows
 from precision_time.tasks.ranks.refusals import refuse_unstarted
 from precision_time.tasks.ranks.timed_loop import LoopResult, StepTimes
@@ -20,7 +21,6 @@ CARD = find_workload("mlp").to_dict() | {"name": CELL.model}
 def make_fragment_rows(scratch, rank):
     job = RankJob(
         cell=CELL,
-        cell_id=CELL.cell_id(ENVIRONMENT),
         attempt=1,
         environment=ENVIRONMENT,
         limits=MeasurementLimits(),
@@ -37,6 +37,7 @@ def make_fragment_rows(scratch, rank):
         step_skipped=False,
         recorded_at=0.0,
         peak_memory_bytes=1,
+        conditions=Conditions(load_average=0.0),
     )
     return make_rows(
         job,
@@ -57,10 +58,8 @@ def receipt(tmp_path):
         write_fragment(fragment_path(scratch, rank), make_fragment_rows(scratch, rank))
     return CellReceipt(
         cell=CELL,
-        cell_id=CELL.cell_id(ENVIRONMENT),
         attempt=1,
         environment=ENVIRONMENT,
-        status="recorded",
         scratch=str(scratch),
         fragments=tuple(str(fragment_path(scratch, rank)) for rank in range(2)),
         workload=CARD,
@@ -104,7 +103,7 @@ def test_good_fragments_become_one_recorded_cell_with_its_card(dataset, receipt,
 
 
 def test_a_failed_attempt_leaves_its_outcome_and_no_rows(dataset, receipt, tmp_path):
-    failed = replace(receipt, status="failed", cause="signal 9", message="killed", fragments=())
+    failed = replace(receipt, cause="signal 9", message="killed", fragments=())
     outcome = record_cell(dataset, failed)
     assert (outcome.status, outcome.cause, outcome.message, outcome.rows) == ("failed", "signal 9", "killed", 0)
     assert dataset.recorded_cells() == set()
@@ -206,22 +205,23 @@ def test_a_cell_whose_every_step_is_of_no_use_fails_with_its_reason(dataset, rec
 
 @pytest.mark.parametrize("cause", ["option-unsupported", "strategy-unsupported", "precision-unsupported"])
 def test_what_another_attempt_cannot_change_is_refused(dataset, receipt, cause):
-    outcome = record_cell(dataset, replace(receipt, status="failed", cause=cause, message="no", fragments=()))
+    outcome = record_cell(dataset, replace(receipt, cause=cause, message="no", fragments=()))
     assert (outcome.status, outcome.cause) == ("refused", cause)
 
 
 def test_a_cell_of_another_strategy_is_recorded_as_refused_without_a_start(dataset):
-    fsdp = refuse_unstarted(replace(CELL, strategy="fsdp"), attempt=1, environment=ENVIRONMENT)
+    attempt = Attempt(cell=replace(CELL, strategy="fsdp"), attempt=1, environment=ENVIRONMENT)
+    fsdp = refuse_unstarted(attempt)
     record_cell(dataset, fsdp)
     (outcome,) = dataset.outcomes()
     assert (outcome.status, outcome.cause, outcome.strategy) == ("refused", "strategy-unsupported", "fsdp")
     assert "fsdp is not measured" in outcome.message
-    assert refuse_unstarted(CELL, attempt=1, environment=ENVIRONMENT) is None
+    assert refuse_unstarted(replace(attempt, cell=CELL)) is None
 
 
 def test_an_outcome_names_the_options_of_its_cell(dataset, receipt):
     cell = replace(CELL, compiled=True, checkpointing="full", compression="fp16")
-    record_cell(dataset, replace(receipt, cell=cell, status="failed", cause="exception", fragments=()))
+    record_cell(dataset, replace(receipt, cell=cell, cause="exception", fragments=()))
     (outcome,) = dataset.outcomes()
     assert (outcome.compiled, outcome.checkpointing, outcome.compression) == (True, "full", "fp16")
 

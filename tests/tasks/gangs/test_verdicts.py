@@ -14,11 +14,14 @@ ENVIRONMENT = Environment(device_type="cuda", gpu="A100-SXM4-80GB", cpu_model="t
 CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4)
 
 
-def rows_of(times, *, warmup=5, conditions=None, skipped=(), rank_1=1.0):
+QUIET = Conditions(load_average=0.0)
+
+
+def rows_of(times, *, warmup=5, conditions=QUIET, skipped=(), rank_1=1.0):
     """Rows of two ranks: ``times`` of rank 0, rank 1 takes ``rank_1`` times as long."""
     rows = []
     for rank in range(2):
-        job = RankJob(cell=CELL, cell_id=CELL.cell_id(ENVIRONMENT), attempt=1, environment=ENVIRONMENT,
+        job = RankJob(cell=CELL, attempt=1, environment=ENVIRONMENT,
                       limits=MeasurementLimits(), scratch="none")  # fmt: skip
         steps = [
             StepTimes(iteration_s=seconds * (rank_1 if rank else 1.0), forward_s=0.0, backward_s=0.0, optimizer_s=0.0,

@@ -49,7 +49,6 @@ def make_job(scratch, model, *, limits=None, world_size=1):
     cell = GridCell(model=model, precision="fp32", world_size=world_size, per_gpu_batch_size=4)
     job = RankJob(
         cell=cell,
-        cell_id=cell.cell_id(ENVIRONMENT),
         attempt=1,
         environment=ENVIRONMENT,
         limits=limits or MeasurementLimits(timeout_s=60.0),

@@ -13,7 +13,6 @@ def make_job(*, world_size, nodes=1):
     cell = GridCell(model="mlp", precision="fp32", world_size=world_size, nodes=nodes, per_gpu_batch_size=8)
     return RankJob(
         cell=cell,
-        cell_id=cell.cell_id(ENVIRONMENT),
         attempt=2,
         environment=ENVIRONMENT,
         limits=MeasurementLimits(memory_limit_bytes=10**9),

@@ -40,7 +40,6 @@ def make_job(scratch, *, world_size):
     cell = GridCell(model="mlp", precision="fp32", world_size=world_size, per_gpu_batch_size=4)
     return RankJob(
         cell=cell,
-        cell_id=cell.cell_id(ENVIRONMENT),
         attempt=1,
         environment=ENVIRONMENT,
         limits=MeasurementLimits(),
@@ -60,6 +59,7 @@ def make_step(*, backward_s, communication_s=0.0, buckets=(), last_backward_s=No
         step_skipped=False,
         recorded_at=0.0,
         peak_memory_bytes=1,
+        conditions=Conditions(load_average=0.0),
         last_backward_s=last_backward_s,
         last_landing_s=last_landing_s,
     )
@@ -198,7 +198,7 @@ def run_own_model(folder, model, **changes):
     job = make_job(folder / "scratch", world_size=1)
     cell = replace(job.cell, model=f"own_models_here:{model}")
     limits = MeasurementLimits(warmup_steps=1, measured_steps=3, seconds_per_cell=5.0)
-    path = replace(job, cell=cell, cell_id=cell.cell_id(ENVIRONMENT), limits=limits, **changes).lay_out()
+    path = replace(job, cell=cell, limits=limits, **changes).lay_out()
     command = [sys.executable, "-m", "precision_time.tasks.ranks.rank", str(path), "0"]
     return subprocess.run(command, cwd=folder, timeout=120, check=False, capture_output=True).returncode
 

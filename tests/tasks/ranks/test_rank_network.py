@@ -107,7 +107,7 @@ os._exit(0)
 def test_ranks_on_two_hosts_meet_over_the_interface_of_their_job(tmp_path: Path) -> None:
     cell = GridCell(model="mlp", precision="fp32", world_size=2, nodes=2, per_gpu_batch_size=4)
     job = RankJob(
-        cell=cell, cell_id="0" * 16, attempt=1, environment=ENVIRONMENT, limits=LIMITS, scratch=str(tmp_path / "job"),
+        cell=cell, attempt=1, environment=ENVIRONMENT, limits=LIMITS, scratch=str(tmp_path / "job"),
         hosts=("127.0.0.1", "127.0.0.2"),
     )  # fmt: skip
     path = job.lay_out()

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from precision_time.predictor.setup.precision import PRECISIONS
-from precision_time.tasks.ranks import clocks, device_state
-from precision_time.tasks.ranks import timed_loop as loop
+from precision_time.storage.run_options import RunOptions
+from precision_time.tasks.ranks import clocks, device_state, run_options
 from precision_time.tasks.ranks.clocks import DeviceClock, HostClock
+from precision_time.tasks.ranks.conditions import Conditions
 from precision_time.tasks.ranks.device_state import EnergyMeter, GpuState
 from precision_time.tasks.ranks.job import MeasurementLimits
 from precision_time.tasks.ranks.policies import apply_precision
 from precision_time.tasks.ranks.refusals import CellRefusedError, LossNotFiniteError
-from precision_time.tasks.ranks.run_options import RunOptions
 from precision_time.tasks.ranks.timed_loop import StepTimes, TimedLoop
 from precision_time.tasks.workloads import OPTIMIZERS, Workload
 
@@ -110,6 +110,7 @@ class Scripted(TimedLoop):
             step_skipped=False,
             recorded_at=0.0,
             peak_memory_bytes=0,
+            conditions=Conditions(load_average=0.0),
         )
         return [replace(step) for _ in range(size)]
 
@@ -334,15 +335,11 @@ def test_a_compiled_module_is_what_a_step_calls(monkeypatch):
             calls.append(1)
             return self.inner(inputs)
 
-    monkeypatch.setattr(loop, "compile_module", lambda module, device: Compiled(module))
-    monkeypatch.setattr(loop, "check_compiled", lambda: None)
+    monkeypatch.setattr(run_options, "_compiler_missing", lambda device: None)
+    monkeypatch.setattr(torch, "compile", Compiled)
     timed = make_loop(options=RunOptions(compiled=True))
     timed._block(2, synchronise=True, lead_in=False)
     assert len(calls) == 2
-
-    def nothing_compiled():
-        raise CellRefusedError("torch.compile has no effect")
-
-    monkeypatch.setattr(loop, "check_compiled", nothing_compiled)
-    with pytest.raises(CellRefusedError, match="no effect"):
+    # Looked at after the first block: this class has compiled nothing.
+    with pytest.raises(CellRefusedError, match="no graph was compiled"):
         timed.run()
