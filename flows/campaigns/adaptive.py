@@ -18,7 +18,7 @@ from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import PrecisionTimeError
 from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.cells import is_glm
+from precision_time.tasks.work_kinds import kind_of
 
 __all__ = ["FEWEST_TO_FIT", "choose_adaptively", "choose_widest", "next_batch", "spread_of"]
 
@@ -125,7 +125,7 @@ def choose_adaptively(plan: CampaignPlan, dataset: TimingsDataset) -> Choose:
 def _observe(plan: CampaignPlan, dataset: TimingsDataset) -> list[Observation]:
     """What the dataset holds of this campaign's device, joined with cards."""
     gpu = plan.device.hardware.name
-    measured = [seen for seen in dataset.measurements() if seen.gpu == gpu and not is_glm(seen.model)]
+    measured = [seen for seen in dataset.measurements() if seen.gpu == gpu and not kind_of(seen.model).unlearnable]
     cards = [WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads")]
     hardware = [HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware")]
     return observe(measured, workloads=cards, hardware=[*hardware, plan.device.hardware])

@@ -1,14 +1,10 @@
 """profiling_campaign: the missing cells of a grid, each a task of Prefect, profiled and recorded whole."""
 
 import contextvars
-import functools
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 from prefect import State, flow, task
@@ -22,6 +18,7 @@ from precision_time.flows.campaigns.adaptive import choose_adaptively
 from precision_time.flows.campaigns.final_report import CampaignPages, retrain_after
 from precision_time.flows.campaigns.interrupts import catch_interrupts
 from precision_time.flows.campaigns.live_grid import LiveGrid
+from precision_time.flows.campaigns.measure_cell import announce, measure_cell
 from precision_time.flows.campaigns.measuring import (
     INTERRUPTED,
     CellNotStartedError,
@@ -39,30 +36,24 @@ from precision_time.flows.campaigns.terminal import (
     print_result,
     say,
 )
-from precision_time.flows.clusters.cluster import Client, check_scratch, open_cluster
+from precision_time.flows.clusters.cluster import check_scratch, open_cluster
 from precision_time.flows.clusters.scratch import open_scratch
 from precision_time.flows.clusters.settings import is_local
 from precision_time.flows.ground.plain_failures import fail_plainly
 from precision_time.flows.planning.budget import Budget
-from precision_time.flows.planning.changes import limits_of, note_measured, note_settings
+from precision_time.flows.planning.changes import note_settings
 from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.predictor.answering.estimate import format_duration
-from precision_time.storage.errors import ClusterLostError, NoWorkersError, StorageError, printable
+from precision_time.storage.errors import printable
 from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.cells import environment_of, is_glm
-from precision_time.tasks.casgd_cells.profile import profile_glm_cell
-from precision_time.tasks.gangs.leases import LeaseWait
-from precision_time.tasks.gangs.profile_cell import profile_cell
-from precision_time.tasks.gangs.record_cell import outcome_of, record_cell
-from precision_time.tasks.ranks.job import Attempt, CellReceipt, TraceLimits
-from precision_time.tasks.ranks.refusals import refuse_unstarted
+from precision_time.tasks.gangs.record_cell import record_cell
+from precision_time.tasks.ranks.job import Attempt
+from precision_time.tasks.work_kinds import refuse_unstarted
 
-__all__ = ["measure_cell", "profiling_campaign", "run_campaign"]
+__all__ = ["profiling_campaign", "run_campaign"]
 
-#: JSON of one cell's trace; what viewers open without trouble.
-MAX_TRACE_BYTES = 64 * 2**20
 #: Threads that Prefect may run cells in; how many do is the campaign's ``cells_at_once``.
 MOST_AT_ONCE = 256
 
@@ -147,33 +138,24 @@ def _set_damaged_aside(dataset: TimingsDataset) -> int:
     dataset.read()
     damaged = dataset.unsound_files
     for path, reason in damaged:
-        _announce(f"{path} is damaged and was moved to {dataset.set_aside(path, reason)}; its cell is measured again")
+        announce(f"{path} is damaged and was moved to {dataset.set_aside(path, reason)}; its cell is measured again")
     return len(damaged)
 
 
 def _refuse_unstarted(plan: CampaignPlan, dataset: TimingsDataset) -> int:
     """Record the cells that need no try to be refused, without a cluster; returns how many there were."""
-    receipts = [
-        refuse_unstarted(
-            Attempt(
+    refused = 0
+    for planned in plan.cells:
+        if planned.state == "will be refused":
+            attempt = Attempt(
                 cell=planned.cell,
                 attempt=dataset.next_attempt(planned.cell_id),
                 environment=plan.device.environment,
             )
-        )
-        for planned in plan.cells
-        if planned.state == "will be refused"
-    ]
-    for receipt in receipts:
-        if receipt is not None:
-            record_cell(dataset, receipt)
-    return len(receipts)
-
-
-def _announce(text: str) -> None:
-    """Say it to whoever watches the terminal, and to whoever looks at the run later."""
-    say(text)
-    log_of_run().info("%s", printable(text))
+            if (receipt := refuse_unstarted(attempt)) is not None:
+                record_cell(dataset, receipt)
+                refused += 1
+    return refused
 
 
 def _measure_on_cluster(
@@ -293,102 +275,3 @@ def _run_flow(spec: CampaignSpec) -> CampaignResult:
     if isinstance(result, BaseException):
         raise result
     return CampaignResult.model_validate(result)
-
-
-def measure_cell(
-    planned: PlannedCell,
-    *,
-    plan: CampaignPlan,
-    dataset: TimingsDataset,
-    client: Client,
-    scratch: Path,
-    watch: Callable[[LeaseWait], None] | None = None,
-) -> CellOutcome:
-    """One attempt at one cell, recorded whether it went well or not; none where another campaign has recorded it.
-
-    Campaigns on one scheduler and the same data measure a cell one after the other, so that the second finds it
-    recorded. An outcome of status ``recorded`` without rows is of a cell that others recorded. ``watch`` is told of a
-    wait for workers. Raises only what concerns every cell that follows: ``StorageError`` (a full disk),
-    ``ClusterLostError`` and ``NoWorkersError``, and what ``watch`` raises as ``CellNotStartedError``.
-    """
-    environment = environment_of(planned.cell, plan.device.environment)
-    started = time.monotonic()
-    make_receipt = functools.partial(
-        CellReceipt,
-        cell=planned.cell,
-        environment=environment,
-        started_at=time.time(),
-        host=platform.node(),
-    )
-    earlier = make_receipt(attempt=1, duration_s=0.0)
-    if planned.cell_id in dataset.recorded_cells():
-        return _find_earlier(planned, dataset, otherwise=earlier)
-    if is_glm(planned.cell.model):
-        profile = profile_glm_cell
-    else:
-        profile = functools.partial(profile_cell, trace=_limit_trace(plan.spec, dataset))
-    outcomes: list[CellOutcome] = []
-
-    def begin() -> int:
-        if planned.cell_id in dataset.recorded_cells():
-            raise _RecordedMeanwhileError
-        return dataset.next_attempt(planned.cell_id)
-
-    try:
-        profile(
-            planned.cell,
-            # Asked with the workers held: others may have recorded it, or failed at it, during the wait for them.
-            attempt=begin,
-            environment=environment,
-            limits=limits_of(plan.spec),
-            client=client,
-            scratch=scratch,
-            watch=watch,
-            claim=f"{dataset.url} {planned.cell_id}",
-            alone=plan.is_one_per_host,
-            keep=lambda receipt: outcomes.append(record_cell(dataset, receipt)),
-        )
-    except _RecordedMeanwhileError:
-        return _find_earlier(planned, dataset, otherwise=earlier)
-    except (StorageError, ClusterLostError, NoWorkersError, CellNotStartedError):
-        raise
-    except Exception as error:
-        # A cluster or a fragment can break in ways nobody listed; the cell pays, not the campaign.
-        if not outcomes:
-            receipt = make_receipt(
-                attempt=dataset.next_attempt(planned.cell_id),
-                cause="exception",
-                message=f"{type(error).__name__}: {error}",
-                duration_s=time.monotonic() - started,
-            )
-            outcomes.append(record_cell(dataset, receipt))
-    (outcome,) = outcomes
-    if outcome.rows:
-        note_measured(plan.spec, planned.cell_id)
-    elif outcome.status == "recorded":
-        _announce(f"{planned.cell.label}: {outcome.message}")
-    return outcome
-
-
-def _limit_trace(spec: CampaignSpec, dataset: TimingsDataset) -> TraceLimits | None:
-    """How large the trace of the next cell may be: a viewer's limit, and what the quota has left."""
-    if not spec.traced_steps:
-        return None
-    # JSON is some ten times what it takes on disk, so a trace within this never goes beyond the quota.
-    left = max(0, spec.max_trace_bytes - dataset.trace_bytes())
-    return TraceLimits(steps=spec.traced_steps, max_bytes=min(MAX_TRACE_BYTES, left))
-
-
-class _RecordedMeanwhileError(Exception):
-    """Another campaign has recorded the cell that this one was about to measure."""
-
-
-def _find_earlier(planned: PlannedCell, dataset: TimingsDataset, *, otherwise: CellReceipt) -> CellOutcome:
-    """What another campaign on the same data came to; ``otherwise`` where it died before it could write that down.
-
-    Without rows: none of them are of this run.
-    """
-    message = "recorded by another campaign meanwhile"
-    _announce(f"{planned.cell.label}: {message}")
-    outcomes = [seen for seen in dataset.outcomes(cells={planned.cell_id}) if seen.status == "recorded"]
-    return replace(outcomes[-1] if outcomes else outcome_of(otherwise), rows=0, message=message)

@@ -1,6 +1,5 @@
 """The axes of a campaign's grid: what each of their values may be, and the pattern that leaves cells out."""
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,10 +7,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workloads.workload import known_workloads
-from precision_time.storage.errors import InputError, UnknownNameError
+from precision_time.storage.errors import InputError
 from precision_time.storage.run_options import OPTION_NAMES, RUN_OPTIONS, RunOption
 from precision_time.storage.schema import GridCell
-from precision_time.tasks.casgd_cells.cells import GLM_STRATEGIES, check_glm_model, is_glm
+from precision_time.tasks.work_kinds import WORK_KINDS, kind_of
 
 __all__ = [
     "AXES", "AXIS", "AXIS_SCHEMA", "LIST", "Batch", "CellPattern", "Gpus", "Model", "Models", "PrecisionName",
@@ -21,19 +20,11 @@ __all__ = [
 MAX_GPUS = 65_536
 MAX_BATCH = 10_000_000
 
-FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-
 
 def _check_model(value: object) -> object:
     if not isinstance(value, str):
         raise InputError("not a model", got=repr(value), expected="a name")
-    if ":" in value:
-        if not FACTORY.fullmatch(value):
-            raise InputError("not a model of your own", got=repr(value), expected="package.module:factory")
-    elif is_glm(value):
-        check_glm_model(value)
-    elif value not in known_workloads():
-        raise UnknownNameError("model", value, known_workloads())
+    kind_of(value).check_model(value)
     return value
 
 
@@ -104,8 +95,8 @@ def _chips(*known: str, other: dict[str, Any]) -> WithJsonSchema:
     )
 
 
-#: Only ddp is measured, and columns for CA-SGD; what else is a strategy is refused by name.
-STRATEGIES = ("ddp", *GLM_STRATEGIES, "fsdp", "zero1", "zero2", "zero3")
+#: Those that are measured, and others whose cells are refused by name.
+STRATEGIES = (*(name for kind in reversed(WORK_KINDS) for name in kind.strategies), "fsdp", "zero1", "zero2", "zero3")
 
 LIST = BeforeValidator(_check_list)
 AXIS = BeforeValidator(_check_axis)

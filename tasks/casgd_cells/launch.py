@@ -9,20 +9,20 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypedDict
 
 from precision_time.storage.errors import InputError
 from precision_time.storage.schema import GridCell
-from precision_time.tasks.casgd_cells.cells import is_glm
 from precision_time.tasks.processes.environment import training_environment
 from precision_time.tasks.processes.process_families import kill_family
+from precision_time.tasks.processes.rank_process import RankReport, report_loss
 from precision_time.tasks.processes.running_ranks import register_rank
 from precision_time.tasks.ranks.job import RankJob
-from precision_time.tasks.ranks.rank import OUT_OF_MEMORY, PARENT_VARIABLE, failure_path
+from precision_time.tasks.ranks.rank import OUT_OF_MEMORY, PARENT_VARIABLE
 
-__all__ = ["LaunchReport", "check_mpi", "launch_ranks", "lose_ranks"]
+__all__ = ["check_mpi", "launch_ranks"]
 
 _MISSING_MPI = "pip install 'precision-time[mpi]' (mpi4py and mpich), in the environment of the workers too"
 _LOG_LINES = 12
@@ -32,17 +32,9 @@ _LOG_LINES = 12
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMIP_", "PRTE_", "OMPI_COMM_", "OMPI_UNIVERSE_", "HYDI_", "MPIEXEC_", "SLURM_")
 
 
-class LaunchReport(TypedDict):
-    """How the ranks of a cell ended; ``cause`` is empty when all of them ended well."""
-
-    cause: str
-    message: str
-    host: str
-
-
 def check_mpi(cells: Iterable[GridCell]) -> None:
-    """Raise ``InputError`` when ``cells`` hold one of CA-SGD on several ranks and no MPI can start them."""
-    if not any(is_glm(cell.model) and cell.world_size > 1 for cell in cells):
+    """Raise ``InputError`` when one of these CA-SGD cells has several ranks and no MPI can start them."""
+    if all(cell.world_size == 1 for cell in cells):
         return
     lacking = [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
     lacking += [] if _find_mpiexec() else ["mpiexec"]
@@ -54,12 +46,7 @@ def check_mpi(cells: Iterable[GridCell]) -> None:
         )
 
 
-def lose_ranks(message: str, *, cause: str = "lost contact") -> LaunchReport:
-    """The report of ranks of which nothing is known but ``message``."""
-    return LaunchReport(cause=cause, message=message, host=socket.gethostname())
-
-
-def launch_ranks(job_json: str) -> LaunchReport:
+def launch_ranks(job_json: str) -> RankReport:
     """Start the ranks of a job on this host with mpiexec (one rank: without), wait for them, and end what is left.
 
     Ranks that outlast the time limit are killed. Runs on a Dask worker or in any other process; never raises for what
@@ -71,12 +58,19 @@ def launch_ranks(job_json: str) -> LaunchReport:
     if ranks > 1:
         mpiexec = _find_mpiexec()
         if mpiexec is None:
-            return lose_ranks(f"mpiexec was not found; {_MISSING_MPI}", cause="exception")
+            return report_loss(f"mpiexec was not found; {_MISSING_MPI}", cause="exception")
         command = [mpiexec, "-n", str(ranks), *command]
     cause, message = _run(command, log=scratch / "ranks.log", timeout_s=job.limits.timeout_s)
     if cause and cause != "timed out":
-        cause, message = _find_culprit(scratch, ranks=ranks) or (cause, message)
-    return LaunchReport(cause=cause, message=message, host=socket.gethostname())
+        cause, message = _find_culprit(job) or (cause, message)
+    return RankReport(
+        cause=cause,
+        message=message,
+        fragments=[str(job.fragment_path(rank)) for rank in range(ranks)],
+        peer_lost=False,
+        ended_at=time.time(),
+        host=socket.gethostname(),
+    )
 
 
 def _find_mpiexec() -> str | None:
@@ -132,11 +126,11 @@ def _name_end(returncode: int, text: str) -> str:
     return f"signal {told[1] or told[2]}" if told else f"exit code {returncode}"
 
 
-def _find_culprit(scratch: Path, *, ranks: int) -> tuple[str, str] | None:
+def _find_culprit(job: RankJob) -> tuple[str, str] | None:
     """(cause, message) that a rank left behind which did not only lose a peer; None where no rank did."""
-    for rank in range(ranks):
+    for rank in range(job.cell.world_size):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            said = json.loads(failure_path(scratch, rank).read_text(encoding="utf-8"))
+            said = json.loads(job.failure_path(rank).read_text(encoding="utf-8"))
             if not said["peer_lost"]:
                 return str(said["cause"]), f"rank {rank}: {said['message']}"
     return None

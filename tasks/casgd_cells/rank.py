@@ -23,11 +23,11 @@ from precision_time.casgd.problem import Options, Problem, Solution
 from precision_time.casgd.schedules import Schedule
 from precision_time.storage.schema import IterationTiming
 from precision_time.storage.timings import write_fragment
-from precision_time.tasks.casgd_cells.cells import REPEAT_S, GlmCell, glm_environment, phases_of
+from precision_time.tasks.casgd_cells.cells import REPEAT_S, CasgdCell, casgd_environment, phases_of
 from precision_time.tasks.ranks.code_versions import find_tool_version
 from precision_time.tasks.ranks.conditions import Conditions, Watch
 from precision_time.tasks.ranks.job import RankJob
-from precision_time.tasks.ranks.rank import PARENT_VARIABLE, describe_failure, failure_path, fragment_path
+from precision_time.tasks.ranks.rank import PARENT_VARIABLE, describe_failure
 from precision_time.tasks.ranks.refusals import EnvironmentChangedError
 
 __all__ = ["main"]
@@ -54,7 +54,7 @@ def main(job_path: str) -> None:
         traceback.print_exc()
         report = describe_failure(error, precision=job.cell.precision)
         report["peer_lost"] = isinstance(error, CommunicationError) and comm.size > 1
-        failure_path(Path(job.scratch), comm.rank).write_text(json.dumps(report), encoding="utf-8")
+        job.failure_path(comm.rank).write_text(json.dumps(report), encoding="utf-8")
         if comm.size > 1:
             comm.abort(report["message"])  # the others would wait for this rank
         sys.exit(1)
@@ -82,13 +82,13 @@ def _limit_memory(job: RankJob) -> None:
 
 
 def _check_environment(job: RankJob) -> None:
-    found, planned = glm_environment(job.environment).framework_version, job.environment.framework_version
+    found, planned = casgd_environment(job.environment).framework_version, job.environment.framework_version
     if found != planned:
         raise EnvironmentChangedError(f"this rank runs {found}, and the campaign was planned with {planned}")
 
 
 def _run(job: RankJob, comm: Communicator) -> None:
-    cell = GlmCell.of(job.cell)
+    cell = CasgdCell.of(job.cell)
     problem, options = _make_problem(cell, rank=comm.rank)
     options = replace(options, epochs=_count_epochs(problem, options, comm))
     watch = Watch(monitor=None, ranks_here=cell.ranks, cores=cell.ranks)
@@ -102,7 +102,7 @@ def _run(job: RankJob, comm: Communicator) -> None:
         comm.barrier()
         solution = run_ca_sgd(problem, options, comm=comm)
         rows.append(_row_of(solution, job=job, cell=cell, rank=comm.rank, step=len(rows), conditions=watch.end_block()))
-    write_fragment(fragment_path(Path(job.scratch), comm.rank), rows)
+    write_fragment(job.fragment_path(comm.rank), rows)
     comm.barrier()
 
 
@@ -112,7 +112,7 @@ def _count_epochs(problem: Problem, options: Options, comm: Communicator) -> int
     return int(max(comm.gather(math.ceil(REPEAT_S / max(seconds, 1e-6)))))
 
 
-def _make_problem(cell: GlmCell, *, rank: int) -> tuple[Problem, Options]:
+def _make_problem(cell: CasgdCell, *, rank: int) -> tuple[Problem, Options]:
     """This rank's columns of standard-normal features, whole outer steps of them, and one epoch over them."""
     rows = cell.s * cell.batch_size * cell.outer_steps
     bounds = np.linspace(0, cell.columns, cell.ranks + 1).astype(int)
@@ -132,7 +132,7 @@ def _make_problem(cell: GlmCell, *, rank: int) -> tuple[Problem, Options]:
 
 
 def _row_of(
-    solution: Solution, *, job: RankJob, cell: GlmCell, rank: int, step: int, conditions: Conditions
+    solution: Solution, *, job: RankJob, cell: CasgdCell, rank: int, step: int, conditions: Conditions
 ) -> IterationTiming:
     """One repeat as a row: its mean outer step."""
     outer_steps = solution.steps // cell.s

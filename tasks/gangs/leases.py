@@ -15,7 +15,7 @@ from precision_time.storage.errors import ClusterLostError, InputError, NoWorker
 from precision_time.tasks.gangs.scheduler_plugin import PLUGIN_NAME, GangPlugin
 
 __all__ = [
-    "GangLease", "LeaseWait", "check_connected", "gang_state", "install_gangs", "lease_workers", "number_attempt",
+    "GangLease", "LeaseWait", "check_connected", "gang_state", "install_gangs", "lease_workers",
 ]  # fmt: skip
 
 #: A nanny brings a killed worker back within seconds, under a new address: until then a gang only seems impossible.
@@ -64,7 +64,7 @@ class GangLease:
         self.identity = identity
         #: In words, what ``lost_workers`` came upon when it last named some.
         self.loss = ""
-        self._client = client
+        self.client = client
         self._is_clean = False
 
     def lost_workers(self) -> list[str]:
@@ -72,7 +72,7 @@ class GangLease:
 
         Raises ``ClusterLostError`` when the scheduler does not answer.
         """
-        answer = _ask(self._client, "gang_check", lease=self.identity)
+        answer = _ask(self.client, "gang_check", lease=self.identity)
         if not answer["held"]:
             self.loss = answer["why"] or "the scheduler no longer knows its lease"
             return list(self.workers)
@@ -80,10 +80,6 @@ class GangLease:
         if lost:
             self.loss = f"worker {', '.join(lost)} is gone"
         return lost
-
-    def is_lost(self) -> bool:
-        """Whether a worker of the gang has died."""
-        return bool(self.lost_workers())
 
     def mark_clean(self) -> None:
         """Say that every task sent to the workers has come back: they are then free after one sweep instead of two."""
@@ -130,18 +126,6 @@ def lease_workers(
         # Whatever happened, also while waiting: nothing of it stays in the queue.
         with contextlib.suppress(ClusterLostError):
             _ask(client, "gang_release", lease=identity, sweeps=1 if lease is not None and lease._is_clean else 2)
-
-
-def number_attempt(attempt: int | Callable[[], int], *, lease: GangLease | None = None) -> int:
-    """The number that ``attempt`` is or gives; what it raises goes on up, and leaves ``lease`` unused."""
-    if isinstance(attempt, int):
-        return attempt
-    try:
-        return attempt()
-    except BaseException:
-        if lease is not None:
-            lease.mark_clean()
-        raise
 
 
 def gang_state(client: Client) -> dict[str, Any]:

@@ -20,7 +20,13 @@ from precision_time.predictor.setup.hardware import HardwareSpec, find_hardware,
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.predictor.workloads.workload import WorkloadFeatures, known_workloads
-from precision_time.storage.errors import InputError, PrecisionTimeError, PrecisionUnsupportedError, UnknownNameError
+from precision_time.storage.errors import (
+    InputError,
+    PrecisionTimeError,
+    PrecisionUnsupportedError,
+    StorageError,
+    UnknownNameError,
+)
 from precision_time.storage.schema import GridCell
 from precision_time.tasks.gangs.record_cell import read_fragments
 from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
@@ -259,7 +265,7 @@ def time_settings(model: str, settings: Sequence[Setting], *, report: ProbeRepor
     """Seconds of the measured iterations of each of ``settings`` on one device, and why others have none.
 
     ``rounds`` times in turn, so that a change in how busy the machine is falls on all of them. A setting that failed
-    is not tried again. Raises ``StorageError`` or ``OSError`` where the scratch folder cannot be written.
+    is not tried again. Raises ``StorageError`` where the scratch folder cannot be written.
     """
     limits = MeasurementLimits(measured_steps=steps)
     timed: dict[Setting, list[float]] = {}
@@ -272,6 +278,8 @@ def time_settings(model: str, settings: Sequence[Setting], *, report: ProbeRepor
             with tempfile.TemporaryDirectory(prefix="precision-time-probe-") as scratch:
                 try:
                     seconds = _time_cell(cell, report=report, limits=limits, scratch=Path(scratch))
+                except StorageError:
+                    raise
                 except PrecisionTimeError as error:
                     failed[name, batch] = error.what
                     timed.pop((name, batch), None)

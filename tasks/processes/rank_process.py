@@ -19,9 +19,9 @@ from precision_time.tasks.processes.fork_client import ForkedRank, RankRequest, 
 from precision_time.tasks.processes.process_families import kill_family
 from precision_time.tasks.processes.running_ranks import RunningRank, register_rank
 from precision_time.tasks.ranks.job import REFUSAL_CAUSES, RankJob
-from precision_time.tasks.ranks.rank import PARENT_VARIABLE, failure_path, fragment_path
+from precision_time.tasks.ranks.rank import PARENT_VARIABLE
 
-__all__ = ["RankReport", "assign_devices", "run_rank", "visible_devices"]
+__all__ = ["RankReport", "assign_devices", "report_loss", "run_rank", "visible_devices"]
 
 LOG_LINES = 8
 _SELF_EXPLAINED = REFUSAL_CAUSES | {"nan loss", "environment changed"}
@@ -36,16 +36,25 @@ _templates = Templates()
 
 
 class RankReport(TypedDict):
-    """How one rank ended; ``peer_lost`` says that it failed only because another one had gone."""
+    """How a rank, or all ranks of a launcher, ended; ``cause`` is empty when they ended well.
 
-    rank: int
-    returncode: int | None
+    ``fragments`` are the files that their rows belong in; ``peer_lost`` says that a rank failed only because another
+    one had gone.
+    """
+
     cause: str
     message: str
-    fragment: str
+    fragments: list[str]
     peer_lost: bool
     ended_at: float
     host: str
+
+
+def report_loss(message: str, *, cause: str = "lost contact") -> RankReport:
+    """The report of ranks of which nothing is known but ``message``."""
+    return RankReport(
+        cause=cause, message=message, fragments=[], peer_lost=False, ended_at=time.time(), host=socket.gethostname()
+    )
 
 
 def run_rank(job_json: str, rank: int) -> RankReport:
@@ -62,28 +71,23 @@ def run_rank(job_json: str, rank: int) -> RankReport:
         job=str(scratch / "job.json"), rank=rank, log=str(log_path), environment=_rank_environment(job, rank)
     )
     cause, message, peer_lost = "", "", False
-    returncode: int | None = None
     try:
         returncode = _run_process(request, timeout_s=job.limits.timeout_s)
     except TimeoutError:
-        # What killing it came to.
-        returncode = -signal.SIGKILL
         cause, message = "timed out", f"rank {rank} was killed after {job.limits.timeout_s:g} s"
     except TemplateLost as error:
         cause, message = "lost contact", f"rank {rank}: {error}"
     else:
         if returncode != 0:
-            cause, message, peer_lost = _read_failure(failure_path(scratch, rank), returncode=returncode)
+            cause, message, peer_lost = _read_failure(job.failure_path(rank), returncode=returncode)
             message = f"rank {rank}: {message}"
     # What the rank says itself is enough where the cause is ours; of anything else its log tells more.
     if cause and cause not in _SELF_EXPLAINED:
         message = "\n".join([message, *_last_lines(log_path)])
     return RankReport(
-        rank=rank,
-        returncode=returncode,
         cause=cause,
         message=message,
-        fragment=str(fragment_path(scratch, rank)),
+        fragments=[str(job.fragment_path(rank))],
         peer_lost=peer_lost,
         ended_at=time.time(),
         host=socket.gethostname(),

@@ -16,7 +16,7 @@ from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, IntegrityError, TooLittleDataError, UnknownNameError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.cells import NO_CARD, is_glm
+from precision_time.tasks.work_kinds import kind_of
 
 #: Four of five folds must leave the 9 rows from which an interval at 0.9 can be calibrated.
 FEWEST_CELLS = 12
@@ -114,14 +114,15 @@ def fit_predictor(snapshot: Snapshot, *, seed: int) -> HierarchicalPredictor:
 def _read_dataset(url: str) -> _Source:
     dataset = TimingsDataset(url)
     recorded = dataset.measurements()
-    measured = [seen for seen in recorded if not is_glm(seen.model)]
-    refused = Counter({NO_CARD: len(recorded) - len(measured)} if len(recorded) > len(measured) else {})
+    kinds = [kind_of(measurement.model) for measurement in recorded]
+    measured = [seen for seen, kind in zip(recorded, kinds, strict=True) if not kind.unlearnable]
+    refused = Counter(kind.unlearnable for kind in kinds if kind.unlearnable)
     if not measured:
         raise TooLittleDataError(
             "no measurements to train on",
-            got=f"{url}: {refused[NO_CARD]} cells of CA-SGD only" if refused else url,
+            got=f"{url}: {len(recorded)} cells of {', '.join({kind.name for kind in kinds})} only" if refused else url,
             expected="a dataset with recorded cells",
-            fix="run a campaign first, with models that are not CA-SGD's",
+            fix="run a campaign of networks first",
         )
     workloads = tuple(WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads"))
     hardware = tuple(HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware"))

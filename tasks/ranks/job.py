@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,39 @@ class RankJob(Attempt):
     hosts: tuple[str, ...] = ()
     trace: TraceLimits | None = None
 
+    @classmethod
+    def of(
+        cls, attempt: Attempt, *, limits: MeasurementLimits, scratch: Path, trace: TraceLimits | None = None
+    ) -> "RankJob":
+        """The job of ``attempt``, with a folder of its own in ``scratch``; no device and no host is assigned yet."""
+        folder = scratch / f"{attempt.cell_id}-{attempt.attempt}"
+        return cls(
+            cell=attempt.cell,
+            attempt=attempt.attempt,
+            environment=attempt.environment,
+            limits=limits,
+            scratch=str(folder.resolve()),
+            trace=trace,
+        )
+
+    def fragment_path(self, rank: int) -> Path:
+        """Where ``rank`` writes its rows."""
+        return Path(self.scratch) / f"rank-{rank}.parquet"
+
+    def failure_path(self, rank: int) -> Path:
+        """Where ``rank`` says why it failed, if it can."""
+        return Path(self.scratch) / f"rank-{rank}.error.json"
+
+    @property
+    def card_path(self) -> Path:
+        """Where rank 0 writes the feature card of a model that has no shipped one."""
+        return Path(self.scratch) / "workload.json"
+
+    @property
+    def trace_path(self) -> Path:
+        """Where rank 0 writes the trace of the steps after the measured ones, gzipped once it is whole."""
+        return Path(self.scratch) / "trace.json"
+
     @property
     def threads_per_rank(self) -> int:
         """Compute threads of one rank: the cores of its node, shared evenly."""
@@ -130,6 +163,21 @@ class RankJob(Attempt):
                 expected="a folder that this process and all workers can write",
             ) from error
         return path
+
+    def conclude(self, *, cause: str, message: str, host: str, started_at: float, duration_s: float) -> "CellReceipt":
+        """The receipt of the job once its ranks have ended; without a ``cause`` it names the files that they left."""
+        receipt = self.receipt(
+            cause=cause, message=message, scratch=self.scratch, started_at=started_at, duration_s=duration_s, host=host
+        )
+        if cause:
+            return receipt
+        card, trace = self.card_path, self.trace_path
+        return replace(
+            receipt,
+            fragments=tuple(str(self.fragment_path(rank)) for rank in range(self.cell.world_size)),
+            trace=str(trace) if trace.exists() else "",
+            workload=json.loads(card.read_text(encoding="utf-8")) if card.exists() else None,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "RankJob":

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARENT_VARIABLE",
-    "card_path",
-    "failure_path",
-    "fragment_path",
     "main",
-    "trace_path",
     "use_interface_of",
     "use_loopback",
 ]
@@ -62,26 +58,6 @@ OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "bad_alloc",
 SEED = 20_260
 
 
-def fragment_path(scratch: Path, rank: int) -> Path:
-    """Where rank ``rank`` writes its rows."""
-    return scratch / f"rank-{rank}.parquet"
-
-
-def failure_path(scratch: Path, rank: int) -> Path:
-    """Where rank ``rank`` says why it failed, if it can."""
-    return scratch / f"rank-{rank}.error.json"
-
-
-def card_path(scratch: Path) -> Path:
-    """Where rank 0 writes the feature card of a model that has no shipped one."""
-    return scratch / "workload.json"
-
-
-def trace_path(scratch: Path) -> Path:
-    """Where rank 0 writes the trace of the steps after the measured ones, gzipped once it is whole."""
-    return scratch / "trace.json"
-
-
 def main(job_path: str, rank: int) -> None:
     """Run one rank and end the process, with exit code 0 only if its fragment is written.
 
@@ -97,7 +73,7 @@ def main(job_path: str, rank: int) -> None:
         code = 1
         traceback.print_exc()
         report = describe_failure(error, precision=job.cell.precision)
-        _write_whole(failure_path(Path(job.scratch), rank), report | {"failed_at": time.time()})
+        _write_whole(job.failure_path(rank), report | {"failed_at": time.time()})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -160,7 +136,7 @@ def _run(job: RankJob, rank: int) -> None:
     from precision_time.tasks.ranks.timed_loop import TimedLoop
     from precision_time.tasks.workloads import build_workload, count_card
 
-    cell, scratch = job.cell, Path(job.scratch)
+    cell = job.cell
     refused = refuse_cell(cell)
     if refused is not None:
         raise CellRefusedError(refused[1], cause=refused[0])
@@ -171,7 +147,7 @@ def _run(job: RankJob, rank: int) -> None:
     code_sha256 = digest_code(cell.model)
     workload = build_workload(cell.model)
     if rank == 0 and cell.model not in known_workloads():
-        _write_whole(card_path(scratch), count_card(workload, name=cell.model).to_dict())
+        _write_whole(job.card_path, count_card(workload, name=cell.model).to_dict())
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if job.limits.memory_limit_bytes is not None:
@@ -199,7 +175,7 @@ def _run(job: RankJob, rank: int) -> None:
     check_switches(policy, device=device)
     sample = None
     if job.trace is not None:
-        sample = sample_trace(loop, job.trace, path=trace_path(scratch) if rank == 0 else None)
+        sample = sample_trace(loop, job.trace, path=job.trace_path if rank == 0 else None)
     rows = make_rows(
         job,
         rank,
@@ -212,7 +188,7 @@ def _run(job: RankJob, rank: int) -> None:
         code_sha256=code_sha256,
         sample=sample,
     )
-    write_fragment(fragment_path(scratch, rank), rows)
+    write_fragment(job.fragment_path(rank), rows)
 
 
 def check_environment(job: RankJob, *, torch_version: str, cuda_version: str) -> None:

@@ -1,19 +1,14 @@
 """Why a cell is refused: reasons that need no device, the error that a rank raises, and the words of the outcome."""
 
-import socket
-import time
-
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.errors import InputError
 from precision_time.storage.schema import GridCell
-from precision_time.tasks.ranks.job import Attempt, CellReceipt
 
 __all__ = [
     "CellRefusedError",
     "EnvironmentChangedError",
     "LossNotFiniteError",
     "refuse_cell",
-    "refuse_unstarted",
 ]
 
 
@@ -53,14 +48,3 @@ def refuse_cell(cell: GridCell) -> tuple[str, str] | None:
                 f"{cell.compression} compression has no effect: the gradients of {cell.precision} have that format",
             )
     return None
-
-
-def refuse_unstarted(attempt: Attempt) -> CellReceipt | None:
-    """The receipt of an attempt at a cell that ``refuse_cell`` refuses; None for any other cell."""
-    refused = refuse_cell(attempt.cell)
-    if refused is None:
-        return None
-    cause, message = refused
-    return attempt.receipt(
-        cause=cause, message=message, started_at=time.time(), duration_s=0.0, host=socket.gethostname()
-    )

@@ -10,19 +10,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from scipy.stats import t as student
 
 from precision_time.flows.clusters.cluster import Client, open_cluster
-from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.gangs.profile_cell import profile_cell
+from precision_time.storage.schema import GridCell
 from precision_time.tasks.gangs.record_cell import read_fragments
 from precision_time.tasks.ranks.job import MeasurementLimits
+from precision_time.tests.tasks.builders import ENVIRONMENT, profile_alone
 
 RANKS, STEPS = 2, 40
 #: Before a local cluster adds to it what Dask wants of its workers.
-ENVIRONMENT = dict(os.environ)
+VARIABLES = dict(os.environ)
 
 
 def time_bare(model: str, batch_size: int) -> float:
@@ -30,24 +31,19 @@ def time_bare(model: str, batch_size: int) -> float:
     threads = str(max(1, (os.cpu_count() or 1) // RANKS))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
                str(Path(__file__).with_name("bare_ddp.py")), model, str(batch_size), str(STEPS)]  # fmt: skip
-    environment = (
-        {"OMP_WAIT_POLICY": "PASSIVE", "MKL_NUM_THREADS": threads} | ENVIRONMENT | {"OMP_NUM_THREADS": threads}
-    )
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "MKL_NUM_THREADS": threads} | VARIABLES | {"OMP_NUM_THREADS": threads}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     return statistics.median(json.loads(done.stdout.splitlines()[-1]))
 
 
 def time_cell(model: str, batch_size: int, *, client: Client, scratch: Path) -> float:
     """Median over the steps of the slowest rank's seconds, by the engine."""
-    receipt = profile_cell(
+    receipt = profile_alone(
         GridCell(model=model, precision="fp32", world_size=RANKS, per_gpu_batch_size=batch_size),
-        attempt=1,
-        environment=Environment(
-            device_type="cpu", gpu="cpu-here", cpu_model="here", cpu_cores=os.cpu_count() or 1, backend="gloo"
-        ),
-        limits=MeasurementLimits(warmup_steps=10, measured_steps=STEPS, seconds_per_cell=120.0),
         client=client,
         scratch=scratch,
+        limits=MeasurementLimits(warmup_steps=10, measured_steps=STEPS, seconds_per_cell=120.0),
+        environment=replace(ENVIRONMENT, cpu_cores=os.cpu_count() or 1),
     )
     if receipt.status != "recorded":
         raise RuntimeError(f"{receipt.cause}: {receipt.message}")

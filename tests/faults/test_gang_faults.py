@@ -239,16 +239,16 @@ def test_a_client_that_is_stopped_in_the_queue_holds_up_nobody_and_is_served_whe
 ) -> None:
     with lease_workers(four, 1) as lease:
         stopped = start_one(four, tmp_path, model="sleep", ranks=4)
-        wait_until(lambda: lease.is_lost() or gang_state(four)["queue"])
+        wait_until(lambda: lease.lost_workers() or gang_state(four)["queue"])
         stopped.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(1) as pool:
             narrow = pool.submit(
                 fake_ranks.measure, four, fake_ranks.make_cell(1, ranks=1), attempt=1, scratch=tmp_path
             )
             # The scheduler hears of this lease, and of the one that waits for three workers that are free.
-            wait_until(lambda: lease.is_lost() or narrow.done())
+            wait_until(lambda: lease.lost_workers() or narrow.done())
             assert narrow.result().status == "recorded"
-        assert not lease.is_lost()
+        assert not lease.lost_workers()
     stopped.send_signal(signal.SIGCONT)
     told, _ = stopped.communicate(timeout=WAIT_S)
     assert json.loads(told)["status"] == "recorded"

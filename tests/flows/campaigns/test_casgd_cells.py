@@ -14,14 +14,14 @@ import pytest
 import yaml
 from distributed import Client, LocalCluster
 
-from precision_time.flows.campaigns.campaign import measure_cell
+from precision_time.flows.campaigns.measure_cell import measure_cell
 from precision_time.flows.campaigns.measuring import CellStoppedError, _Running
 from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec, read_campaign
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
 from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells import launch as glm_launch
+from precision_time.tasks.casgd_cells import launch
 from precision_time.tasks.gangs import verdicts
 from precision_time.tasks.gangs.leases import gang_state
 from precision_time.tasks.probing.probe_device import ProbeReport
@@ -33,7 +33,7 @@ EXAMPLE = Path(__file__).parents[3] / "deploy" / "campaigns" / "casgd.yaml"
 
 def make_spec(folder: Path, **changes: object) -> CampaignSpec:
     values = {
-        "name": "glm",
+        "name": "casgd",
         "models": ["casgd-logistic-n28"],
         "strategies": ["columns"],
         "precisions": ["fp32"],
@@ -115,7 +115,7 @@ def test_a_gpu_is_no_place_for_the_solver_of_a_campaign(tmp_path: Path, device: 
 def test_without_mpi_several_ranks_are_refused_before_anything_starts(
     tmp_path: Path, probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(glm_launch, "_find_mpiexec", lambda: None)
+    monkeypatch.setattr(launch, "_find_mpiexec", lambda: None)
     message = refusal(tmp_path, probe)
     assert "no mpiexec" in message
     assert "precision-time[mpi]" in message

@@ -103,7 +103,7 @@ def test_a_worker_is_in_one_gang_at_a_time_and_free_after_it(client: Client) -> 
     with lease_workers(client, 3) as first:
         second = Waiter(client, 2).queue()
         assert len(set(first.workers)) == 3
-        assert not first.is_lost()
+        assert not first.lost_workers()
         assert not second.held.is_set()
     assert second.held.wait(30)
     second.let_go.set()
@@ -141,14 +141,14 @@ def test_a_dead_worker_makes_the_lease_lost_and_keeps_its_peers_in_it(cluster: L
         victim = cluster.workers[0]
         address = victim.address
         cluster.sync(victim.close)
-        wait_until(lease.is_lost)
+        wait_until(lease.lost_workers)
         assert lease.lost_workers() == [address]
         assert lease.loss == f"worker {address} is gone"
         with pytest.raises(NoWorkersError, match="did not become free"), lease_workers(client, 1, timeout_s=0.3):
             pass
     with lease_workers(client, 3) as lease:
         assert address not in lease.workers
-        assert not lease.is_lost()
+        assert not lease.lost_workers()
     assert_nothing_is_held(client)
 
 

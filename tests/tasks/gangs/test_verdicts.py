@@ -1,37 +1,29 @@
 """What all rows of a cell say together."""
 
+from dataclasses import replace
+
 import pytest
 
-from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.gangs.verdicts import judge_rows, mark_regimes
 from precision_time.tasks.ranks.conditions import Conditions
 from precision_time.tasks.ranks.device_state import GpuState
-from precision_time.tasks.ranks.job import MeasurementLimits, RankJob
-from precision_time.tasks.ranks.rank import make_rows
-from precision_time.tasks.ranks.timed_loop import LoopResult, StepTimes
+from precision_time.tasks.ranks.timed_loop import LoopResult
+from precision_time.tests.tasks import builders
+from precision_time.tests.tasks.builders import ENVIRONMENT, make_job, make_step
 
-ENVIRONMENT = Environment(device_type="cuda", gpu="A100-SXM4-80GB", cpu_model="test", cpu_cores=2)
-CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4)
-
-
-QUIET = Conditions(load_average=0.0)
+JOB = make_job("none", environment=replace(ENVIRONMENT, device_type="cuda", gpu="A100-SXM4-80GB"))
 
 
-def rows_of(times, *, warmup=5, conditions=QUIET, skipped=(), rank_1=1.0):
+def rows_of(times, *, warmup=5, skipped=(), rank_1=1.0, **conditions):
     """Rows of two ranks: ``times`` of rank 0, rank 1 takes ``rank_1`` times as long."""
     rows = []
     for rank in range(2):
-        job = RankJob(cell=CELL, attempt=1, environment=ENVIRONMENT,
-                      limits=MeasurementLimits(), scratch="none")  # fmt: skip
         steps = [
-            StepTimes(iteration_s=seconds * (rank_1 if rank else 1.0), forward_s=0.0, backward_s=0.0, optimizer_s=0.0,
-                      communication_s=0.0, buckets=(4,), loss_scale=None, step_skipped=step in skipped,
-                      recorded_at=0.0, peak_memory_bytes=1, conditions=conditions)
+            make_step(iteration_s=seconds * (rank_1 if rank else 1.0), step_skipped=step in skipped, **conditions)
             for step, seconds in enumerate(times)
-        ]  # fmt: skip
+        ]
         result = LoopResult(warmup=steps[:warmup], synced=steps[warmup:], local=steps[warmup:], steady=True)
-        rows += make_rows(job, rank, result=result, task_input="8", effective_precision="fp32", model_params=1,
-                          float32_matmul_precision="highest")  # fmt: skip
+        rows += builders.rows_of(JOB, result, rank=rank)
     return rows
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from distributed import Client, LocalCluster
 
-from precision_time.storage.schema import Environment, GridCell
+from precision_time.storage.schema import GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.gangs.profile_cell import profile_cell
 from precision_time.tasks.gangs.record_cell import record_cell
 from precision_time.tasks.ranks.job import MeasurementLimits
+from precision_time.tests.tasks.builders import profile_alone
 
-ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2, backend="gloo")
 LIMITS = MeasurementLimits(warmup_steps=2, measured_steps=4, seconds_per_cell=5.0, timeout_s=120.0)
 #: Compiling takes 10 to 20 s where nothing else runs.
 COMPILING = replace(LIMITS, timeout_s=240.0)
@@ -69,9 +68,7 @@ def client(tmp_path_factory):
 
 def record(client, folder, *, model="mlp", limits=LIMITS, **options):
     cell = GridCell(model=model, precision="fp32", per_gpu_batch_size=4, **options)
-    receipt = profile_cell(
-        cell, attempt=1, environment=ENVIRONMENT, limits=limits, client=client, scratch=folder / "scratch"
-    )
+    receipt = profile_alone(cell, client=client, scratch=folder / "scratch", limits=limits)
     dataset = TimingsDataset(str(folder / "data"))
     return dataset, record_cell(dataset, receipt)
 
