@@ -1,4 +1,4 @@
-"""GridCell and its Environment: what a cell is, and the name that both give it."""
+"""A cell of the grid, the environment that it runs in, and the identity that both make together."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ def _positive_integer(name: str, value: object, *, at_least: int = 1) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The machine and software of a cell, as far as they may change a timing.
+    """The machine and software of a cell, as far as they may change its times.
 
     ``gpu`` is the hardware name (``predictor/data/gpus.toml``); on a CPU it is ``cpu-<model>-<cores>c``.
     """
@@ -86,7 +86,7 @@ class GridCell(RunOptions, _CellFields):
 
     @property
     def label(self) -> str:
-        """Short text for logs and tables, e.g. ``resnet50 amp_bf16 x8 b32``; what is not the default follows."""
+        """Short text for logs and tables, e.g. ``resnet50 amp_bf16 x8 b32``, followed by what is not the default."""
         words = [self.model, self.precision, f"x{self.world_size}", f"b{self.per_gpu_batch_size}"]
         words += [f"a{self.gradient_accumulation_steps}"] if self.gradient_accumulation_steps > 1 else []
         words += [self.strategy] if self.strategy != "ddp" else []
@@ -94,10 +94,10 @@ class GridCell(RunOptions, _CellFields):
         return " ".join(words)
 
     def cell_id(self, environment: Environment) -> str:
-        """16 hex digits: the content hash of the cell and its environment, without the attempt.
+        """The identity of the cell in ``environment``: 16 hex digits, a hash of the fields of both.
 
-        Fields at their default are left out of the hash, so a later schema can add one and recorded cells keep
-        their names.
+        Fields at their default are left out of the hash, so that recorded cells keep their identity when a later schema
+        adds a field.
         """
         content = {"cell": _stated(self), "environment": _stated(environment)}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -17,7 +17,7 @@ from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_js
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, VersionExistsError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.local import LocalStore
-from precision_time.storage.measurements import MAX_ITERATION_TIME_S, measure_cells
+from precision_time.storage.measurements import MAX_ITERATION_TIME_S, derive_measurements
 from precision_time.storage.parquet import conform, encode_table, read_table, table_of
 from precision_time.storage.run_options import OPTION_NAMES
 from precision_time.storage.schema import CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
@@ -189,7 +189,7 @@ class TimingsDataset:
         return sorted(found, key=lambda outcome: (outcome.cell_id, outcome.attempt))
 
     def measurements(self, *, strict: bool = False, cells: Container[str] | None = None) -> list[Measurement]:
-        """One measurement per recorded cell, or per one of ``cells`` (see ``measure_cells``).
+        """One measurement per recorded cell, or per one of ``cells`` (see ``derive_measurements``).
 
         What had to be left out is in ``problems``.
         """
@@ -199,7 +199,7 @@ class TimingsDataset:
             value = card.get("forward_flops_per_sample")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 flops[str(card.get("name"))] = float(value)
-        measured, left_out = measure_cells(timings, forward_flops=flops)
+        measured, left_out = derive_measurements(timings, forward_flops=flops)
         paths = {path.rpartition("/")[2]: path for path in self._digests or ()}
         self._left_out = [(paths[f"cell-{cell}.parquet"], reason) for cell, reason in left_out]
         return measured

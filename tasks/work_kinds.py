@@ -1,4 +1,4 @@
-"""The kinds of work that campaigns measure, one record for each: what a plan, a cell and retraining must know of it."""
+"""The kinds of work that campaigns measure, one record for each: networks, and the CA-SGD solver."""
 
 import re
 import socket

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.flows.campaigns.measuring import Choose
+from precision_time.flows.campaigns.cell_loop import Choose
 from precision_time.flows.campaigns.terminal import say
 from precision_time.flows.planning.order import axes_of, cover_cells
 from precision_time.flows.planning.plan import CampaignPlan, CellEstimate, PlannedCell

@@ -1,4 +1,4 @@
-"""profiling_campaign: the missing cells of a grid, each a task of Prefect, profiled and recorded whole."""
+"""The flow ``profiling_campaign``: measure the missing cells of a grid, each as a task of Prefect, and record them."""
 
 import contextvars
 import time
@@ -15,17 +15,17 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from rich.console import Console
 
 from precision_time.flows.campaigns.adaptive import choose_adaptively
-from precision_time.flows.campaigns.final_report import CampaignPages, retrain_after
-from precision_time.flows.campaigns.interrupts import catch_interrupts
-from precision_time.flows.campaigns.live_grid import LiveGrid
-from precision_time.flows.campaigns.measure_cell import announce, measure_cell
-from precision_time.flows.campaigns.measuring import (
+from precision_time.flows.campaigns.cell_loop import (
     INTERRUPTED,
     CellNotStartedError,
     MeasuredCells,
     measure_missing,
     watch_wait,
 )
+from precision_time.flows.campaigns.final_report import CampaignPages, retrain_after
+from precision_time.flows.campaigns.interrupts import catch_interrupts
+from precision_time.flows.campaigns.live_grid import LiveGrid
+from precision_time.flows.campaigns.measure_cell import announce, measure_cell
 from precision_time.flows.campaigns.progress import CampaignProgress
 from precision_time.flows.campaigns.summary import CampaignResult, summarise
 from precision_time.flows.campaigns.terminal import (
@@ -54,19 +54,19 @@ from precision_time.tasks.work_kinds import refuse_unstarted
 
 __all__ = ["profiling_campaign", "run_campaign"]
 
-#: Threads that Prefect may run cells in; how many do is the campaign's ``cells_at_once``.
+#: Threads that Prefect may run cells in; the plan's ``at_once`` limits how many are used.
 MOST_AT_ONCE = 256
 
-#: Where the result of a run goes that nobody can ask Prefect for, because its API has gone away meanwhile.
+#: The result of a run, for the case that Prefect's API is gone when it ends.
 _finished: contextvars.ContextVar[list[CampaignResult] | None] = contextvars.ContextVar("finished", default=None)
 
 
-#: Models that the name of a run has room for.
+#: Most models in the name of a run.
 _NAMED = 3
 
 
 def _name_run() -> str:
-    """What the run measures, for lists of runs; Prefect asks before there is a plan."""
+    """A name that says what the run measures; Prefect asks for it before there is a plan."""
     spec: CampaignSpec = flow_run.parameters["spec"]
     more = f" and {len(spec.models) - _NAMED} more" if len(spec.models) > _NAMED else ""
     widest = max(spec.gpus)
@@ -87,8 +87,8 @@ def _name_run() -> str:
 def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignResult]:
     """Measure the cells of the campaign that the dataset does not have yet, and record each of them whole.
 
-    Running it again resumes it. Cells that fail are recorded with their cause and never stop their neighbours. A limit
-    of the campaign, or one Ctrl-C, ends it after the cells under way; a second Ctrl-C or a cancelled run stops them.
+    Running it again resumes it. Cells that fail are recorded with their cause and never stop the others. A limit of the
+    campaign, or one Ctrl-C, ends it after the running cells; a second Ctrl-C or a cancelled run stops these at once.
     With ``retrain_after`` a retraining on all of the data follows, as a run inside this one.
     """
     log = log_of_run()
@@ -134,7 +134,7 @@ def _keep_result(result: CampaignResult) -> None:
 
 
 def _set_damaged_aside(dataset: TimingsDataset) -> int:
-    """Move damaged timings out of the way, so that their cells count as missing; returns how many there were."""
+    """Set damaged timings aside, so that their cells count as missing; returns how many there were."""
     dataset.read()
     damaged = dataset.unsound_files
     for path, reason in damaged:
@@ -143,7 +143,7 @@ def _set_damaged_aside(dataset: TimingsDataset) -> int:
 
 
 def _refuse_unstarted(plan: CampaignPlan, dataset: TimingsDataset) -> int:
-    """Record the cells that need no try to be refused, without a cluster; returns how many there were."""
+    """Record the cells that are refused without an attempt, before there is a cluster; returns how many there were."""
     refused = 0
     for planned in plan.cells:
         if planned.state == "will be refused":
@@ -197,13 +197,13 @@ def _measure_on_cluster(
             interrupts=interrupts,
             started=started,
         )
-    # Nobody else writes it any more: the last cell came out since.
+    # Written here once more, since the last cell may have ended after the grid was last written.
     pages.bar.update(progress.fraction)
     return measured
 
 
-# The cell's own identity decides what is measured again, so Prefect must neither cache nor retry; rows never pass
-# through it, only this small outcome.
+# The cell's identity decides what is measured again, so Prefect must neither cache nor retry; it gets only this small
+# outcome and never the rows.
 @task(
     name="profile-cell",
     task_run_name="{label}",
@@ -221,13 +221,13 @@ def profile_cell_task(label: str, measure: Callable[[], CellOutcome]) -> CellOut
         return Cancelled(message=str(error))
     log, taken = log_of_run(), format_duration(outcome.duration_s)
     if outcome.status == "recorded":
-        # Without rows others recorded it, which has been said.
+        # An outcome without rows is of another campaign, and has been announced.
         if outcome.rows:
             log.info("%s: recorded, %d rows in %s", label, outcome.rows, taken)
         return outcome
     cause = printable(f"{outcome.cause}: {outcome.message}")
     log.warning("%s: %s after %s, %s", label, outcome.status, taken, cause)
-    # Without the outcome, which Prefect would write out in the log; the campaign has it from ``measure``.
+    # Without the outcome, which Prefect would print in the log; the campaign has it from ``measure``.
     return Failed(message=cause)
 
 
@@ -241,10 +241,10 @@ def _submit_task(planned: PlannedCell, run: Callable[[], CellOutcome]) -> "Futur
 def run_campaign(
     spec: CampaignSpec, *, console: Console | None = None, report: Callable[[CampaignResult], None] | None = None
 ) -> CampaignResult:
-    """Run the flow here and return its result, whatever its status; what stops a whole campaign is raised.
+    """Run the flow here and return its result, whatever its status; errors of the whole campaign are raised.
 
-    With ``console`` the plan is printed before and the result after; ``report`` gets the result as well. Raises
-    ``KeyboardInterrupt`` after a Ctrl-C, when the cells under way were finished and everything was written.
+    With ``console`` the plan is printed before and the result after; ``report`` is called with the result. Raises
+    ``KeyboardInterrupt`` after a Ctrl-C, when the running cells have ended and everything is written.
     """
     plan = plan_campaign(spec) if console is not None else None
     if plan is not None and console is not None:
@@ -268,7 +268,7 @@ def _run_flow(spec: CampaignSpec) -> CampaignResult:
     except Exception as error:
         if not finished:
             raise
-        say(f"Prefect does not know how the run ended: {type(error).__name__}: {error}")
+        say(f"Prefect has no result of the run: {type(error).__name__}: {error}")
         return finished[0]
     finally:
         _finished.reset(token)

@@ -1,6 +1,6 @@
 """The pages of a campaign's run, and what ends it: the report with pictures, kept beside the data, and a retraining."""
 
-from precision_time.flows.campaigns.measuring import INTERRUPTED
+from precision_time.flows.campaigns.cell_loop import INTERRUPTED
 from precision_time.flows.campaigns.summary import (
     CampaignResult,
     GridRow,

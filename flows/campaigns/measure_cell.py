@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from precision_time.flows.campaigns.measuring import CellNotStartedError
+from precision_time.flows.campaigns.cell_loop import CellNotStartedError
 from precision_time.flows.campaigns.terminal import log_of_run, say
 from precision_time.flows.clusters.cluster import Client
 from precision_time.flows.planning.changes import limits_of, note_measured

@@ -1,4 +1,4 @@
-"""The axes of a campaign's grid: what each of their values may be, and the pattern that leaves cells out."""
+"""The axes of a campaign's grid: the types of their values, and the pattern that excludes cells."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,12 +46,12 @@ def _whole_number(maximum: int) -> BeforeValidator:
 
 def _one_of(*known: bool | str) -> BeforeValidator:
     def check(value: object) -> object:
-        # 1 and 0 equal True and False, and mean neither here.
+        # 1 and 0 equal True and False, and are refused here.
         if value not in known or type(value) is not type(known[0]):
             raise InputError(
                 "not usable",
                 got=repr(value)[:80],
-                expected=f"one of {', '.join(str(one).lower() for one in known)}",
+                expected=f"one of {', '.join(str(choice).lower() for choice in known)}",
             )
         return value
 
@@ -65,7 +65,7 @@ def _check_list(value: object) -> object:
 
 
 def _check_axis(value: object) -> object:
-    # Not by pydantic's min_length: it counts the good values, and a bad one alone would read as an empty list as well.
+    # Not by pydantic's min_length, which counts valid values: a single bad one would also be reported as an empty list.
     if not _check_list(value):
         raise InputError("an empty list", got=repr(value), expected="at least one value")
     return value
@@ -80,10 +80,10 @@ def _drop_down(*known: str) -> WithJsonSchema:
 
 
 def _chips(*known: str, other: dict[str, Any]) -> WithJsonSchema:
-    """A list in the form: chips for ``known``, and behind a second button rows of text for what is no chip.
+    """A list in the form: chips for ``known``, and behind a second button rows of text for any other value.
 
-    Prefect's form shows chips only for items with an ``enum``, and its server holds a run's parameters against the
-    same schema, so that a list of chips alone would refuse what a campaign file may say.
+    Prefect's form shows chips only for items with an ``enum``, and its server checks a run's parameters by the same
+    schema, so that chips alone would refuse some values that a campaign file may have.
     """
     return WithJsonSchema(
         {
@@ -100,7 +100,7 @@ STRATEGIES = (*(name for kind in reversed(WORK_KINDS) for name in kind.strategie
 
 LIST = BeforeValidator(_check_list)
 AXIS = BeforeValidator(_check_axis)
-#: Of an axis, for the form.
+#: Part of the JSON schema of every axis.
 AXIS_SCHEMA: dict[str, Any] = {"minItems": 1}
 Model = Annotated[str, BeforeValidator(_check_model)]
 Models = Annotated[

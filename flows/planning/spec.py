@@ -1,4 +1,4 @@
-"""CampaignSpec: what a campaign measures and how, checked and expanded into cells."""
+"""CampaignSpec: the cells of a campaign and how to measure them, checked; and the grid of these cells."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ from precision_time.storage.schema import GridCell
 
 __all__ = ["MAX_CELLS", "CampaignSpec", "CellPattern", "read_campaign"]
 
-#: a plan of 100,000 cells is a typing error: at the start-up time of a rank alone it would take days
+#: A larger plan is a typing error: the start-up of its ranks alone would take days.
 MAX_CELLS = 100_000
 
 NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
@@ -328,7 +328,7 @@ class CampaignSpec(_Axes):
 
 
 def read_campaign(path: str | Path, *, overrides: Mapping[str, Any] | None = None) -> CampaignSpec:
-    """The campaign in a YAML, TOML or JSON file; ``overrides`` replace its keys (options of the command line).
+    """The campaign in a YAML, TOML or JSON file; ``overrides`` (command line options) replace its keys.
 
     Raises ``InputError`` that lists every problem with file, line (YAML) and key, or ``NotFoundError``.
     """

@@ -1,4 +1,4 @@
-"""What each rank of a CA-SGD cell runs: its columns of the data, repeats of one epoch, and its fragment."""
+"""One rank of a CA-SGD cell: make its columns of the data, time repeats of one epoch, write its fragment."""
 
 import json
 import math
@@ -25,23 +25,23 @@ from precision_time.storage.schema import IterationTiming
 from precision_time.storage.timings import write_fragment
 from precision_time.tasks.casgd_cells.cells import REPEAT_S, CasgdCell, casgd_environment, phases_of
 from precision_time.tasks.ranks.code_versions import find_tool_version
-from precision_time.tasks.ranks.conditions import Conditions, Watch
+from precision_time.tasks.ranks.conditions import Conditions, MachineWatch
 from precision_time.tasks.ranks.job import RankJob
 from precision_time.tasks.ranks.rank import PARENT_VARIABLE, describe_failure
 from precision_time.tasks.ranks.refusals import EnvironmentChangedError
 
 __all__ = ["main"]
 
-#: Beyond the time limit of the cell, after which a rank ends itself.
+#: How long after the time limit of the cell a rank ends itself.
 GRACE_S = 5.0
 #: How soon a rank notices that the process which started the ranks is gone.
 WATCH_S = 1.0
 
 
 def main(job_path: str) -> None:
-    """Warm up, measure, and write the rank's own fragment; what goes wrong ends all ranks, and is written beside it."""
+    """Warm up, measure, and write the rank's fragment; an error is written beside it and ends all ranks."""
     job = RankJob.from_json(Path(job_path).read_text(encoding="utf-8"))
-    signal.alarm(int(job.limits.timeout_s + GRACE_S) + 1)  # no rank outlives its job, whatever became of mpiexec
+    signal.alarm(int(job.limits.timeout_s + GRACE_S) + 1)  # no rank outlives its job, even without mpiexec
     _die_with_launcher()
     comm: Communicator = OneProcess()
     try:
@@ -61,7 +61,7 @@ def main(job_path: str) -> None:
 
 
 def _die_with_launcher() -> None:
-    """End this process soon after the one that started the ranks; mpiexec stands between them and does not do it."""
+    """End this process soon after the launcher; mpiexec, which stands between them, does not do so."""
     launcher = os.environ.get(PARENT_VARIABLE)
     if launcher is None:
         return
@@ -82,16 +82,16 @@ def _limit_memory(job: RankJob) -> None:
 
 
 def _check_environment(job: RankJob) -> None:
-    found, planned = casgd_environment(job.environment).framework_version, job.environment.framework_version
-    if found != planned:
-        raise EnvironmentChangedError(f"this rank runs {found}, and the campaign was planned with {planned}")
+    version, planned = casgd_environment(job.environment).framework_version, job.environment.framework_version
+    if version != planned:
+        raise EnvironmentChangedError(f"this rank runs {version}, but the campaign was planned with {planned}")
 
 
 def _run(job: RankJob, comm: Communicator) -> None:
     cell = CasgdCell.of(job.cell)
     problem, options = _make_problem(cell, rank=comm.rank)
     options = replace(options, epochs=_count_epochs(problem, options, comm))
-    watch = Watch(monitor=None, ranks_here=cell.ranks, cores=cell.ranks)
+    watch = MachineWatch(monitor=None, ranks_here=cell.ranks, cores=cell.ranks)
     began = time.monotonic()
     rows: list[IterationTiming] = []
     least, most = job.limits.warmup_steps + 3, job.limits.warmup_steps + job.limits.measured_steps
@@ -107,13 +107,13 @@ def _run(job: RankJob, comm: Communicator) -> None:
 
 
 def _count_epochs(problem: Problem, options: Options, comm: Communicator) -> int:
-    """Epochs of a repeat, the same on every rank: as many as last longer than the scheduler's turns."""
+    """Epochs of a repeat, the same on every rank: so many that they last ``REPEAT_S`` at least."""
     seconds = sum(run_ca_sgd(problem, options, comm=comm).seconds.values())
     return int(max(comm.gather(math.ceil(REPEAT_S / max(seconds, 1e-6)))))
 
 
 def _make_problem(cell: CasgdCell, *, rank: int) -> tuple[Problem, Options]:
-    """This rank's columns of standard-normal features, whole outer steps of them, and one epoch over them."""
+    """This rank's columns of standard-normal features for whole outer steps, and the options of one epoch."""
     rows = cell.s * cell.batch_size * cell.outer_steps
     bounds = np.linspace(0, cell.columns, cell.ranks + 1).astype(int)
     kind = np.float64 if cell.policy == "fp64" else np.float32
@@ -123,7 +123,7 @@ def _make_problem(cell: CasgdCell, *, rank: int) -> tuple[Problem, Options]:
     signs = np.where(np.random.default_rng(1).random(rows) < 0.5, -1.0, 1.0)
     targets = {"logistic": signs, "squared": signs, "poisson": (1 + signs) / 2}[cell.objective]
     problem = Problem(features=features, targets=targets, objective=find_objective(cell.objective))
-    # Steps this small cannot overflow, and a step takes as long whatever its size.
+    # Such small steps cannot overflow, and the size of a step does not change its time.
     schedule = Schedule(kind="constant", eta0=1e-6)
     options = Options(
         s=cell.s, batch_size=cell.batch_size, epochs=1, schedule=schedule, policy=find_policy(cell.policy)
@@ -134,7 +134,7 @@ def _make_problem(cell: CasgdCell, *, rank: int) -> tuple[Problem, Options]:
 def _row_of(
     solution: Solution, *, job: RankJob, cell: CasgdCell, rank: int, step: int, conditions: Conditions
 ) -> IterationTiming:
-    """One repeat as a row: its mean outer step."""
+    """The mean outer step of one repeat, as a row."""
     outer_steps = solution.steps // cell.s
     parts = {part: seconds / outer_steps for part, seconds in solution.seconds.items()}
     whole = sum(parts.values())

@@ -25,15 +25,15 @@ from precision_time.tasks.ranks.job import CellReceipt, RankJob
 
 __all__ = ["RankStart", "profile_cell", "profile_on_lease"]
 
-#: Beyond the ranks' own deadline: what Dask may need to bring a rank to its worker and its report back.
+#: Beyond the ranks' own deadline: what Dask may need to send a rank to its worker and return its report.
 DASK_GRACE_S = 30.0
 POLL_S = 0.1
-#: Fetching the few hundred bytes of a rank's report.
+#: Limit for fetching a report, which has a few hundred bytes.
 REPORT_S = 5.0
-#: A rank that only lost its peer waits this long for the peer's own report, which tells the cause.
+#: After a rank that only lost its peer, the wait for the peer's own report, which has the cause.
 CULPRIT_GRACE_S = 3.0
 FORGOTTEN = "the scheduler has lost the ranks: it was started anew"
-#: After a failure, how long the ranks that were killed may take to disappear.
+#: How long killed ranks may take to disappear.
 ENDING_S = 10.0
 
 
@@ -101,7 +101,7 @@ def _run_gang(
     futures: dict[Future[RankReport], str] = {}
     is_over = False
     if lease.lost_workers():
-        # This process may have stood still since: nothing of it may start beside the gang of another.
+        # This process may have stood still, and the workers may belong to another gang: nothing may start on them.
         return report_loss(lease.loss), []
     try:
         for number, start in enumerate(starts):
@@ -114,7 +114,7 @@ def _run_gang(
         is_over = failure is None
         return failure, reports
     except ClusterLostError:
-        # There is no way to the ranks any more; their workers end with the scheduler, and they with their workers.
+        # The ranks cannot be reached any more; they end with their workers, which end with the scheduler.
         is_over = True
         raise
     finally:
@@ -131,7 +131,7 @@ def _deadline(seconds: float) -> float:
 def _await_ranks(
     futures: dict[Future[RankReport], str], *, lease: GangLease, deadline: float
 ) -> tuple[RankReport | None, list[RankReport]]:
-    """Wait until all ranks ended well, or one failed and is known to be the culprit, or its worker is gone.
+    """Wait until all ranks ended well, or one failed by itself, or its worker is gone.
 
     A future pinned to a worker that died stays pending for ever, so the lease is watched too.
     """
@@ -153,7 +153,7 @@ def _await_ranks(
         failures = sorted((report for report in reports if report["cause"]), key=lambda report: report["ended_at"])
         culprits = [report for report in failures if not report["peer_lost"]]
         if (pending or failures) and not set(lease.lost_workers()).isdisjoint(futures.values()):
-            # What the scheduler says of the futures of a dead worker comes in any order; the death came first.
+            # The states of a dead worker's futures change in any order, and its death is the cause of all of them.
             return report_loss(lease.loss), reports
         if culprits:
             return culprits[0], reports
@@ -171,7 +171,7 @@ def _report_of(future: Future[RankReport], *, worker: str) -> RankReport:
         try:
             report: RankReport = future.result(timeout=REPORT_S)
         except Exception as error:
-            # The report lies on the worker until it is fetched, and goes with it: Dask then waits for another one.
+            # The report is on the worker until it is fetched, and lost with it: Dask then waits for another one.
             return report_loss(f"worker {worker}: its report is gone: {type(error).__name__}: {error}")
         return report
     reason = future.exception(timeout=REPORT_S) if future.status == "error" else future.status
@@ -179,7 +179,7 @@ def _report_of(future: Future[RankReport], *, worker: str) -> RankReport:
 
 
 def _expect_rows(report: RankReport) -> RankReport:
-    """``report``, as a failure where a rank ended as if all were well and left no rows: its model called exit."""
+    """``report``, as a failure where a rank ended with exit code 0 and left no rows: its model called exit."""
     missing = [] if report["cause"] else [path for path in map(Path, report["fragments"]) if not path.exists()]
     if not missing:
         return report

@@ -1,4 +1,4 @@
-"""The worker's side of a rank: start it in a fresh process, wait for it, end it at its deadline, say how it ended."""
+"""The worker's side of a rank: start its process, wait for it, end it at its deadline, and report how it ended."""
 
 import contextlib
 import json
@@ -14,10 +14,10 @@ from typing import TypedDict
 from urllib.parse import urlsplit
 
 from precision_time.storage.errors import InputError
-from precision_time.tasks.processes.environment import training_environment
-from precision_time.tasks.processes.fork_client import ForkedRank, RankRequest, TemplateLost, Templates
+from precision_time.tasks.processes.fork_client import ForkClient, ForkedRank, ForkServerLost, RankRequest
 from precision_time.tasks.processes.process_families import kill_family
 from precision_time.tasks.processes.running_ranks import RunningRank, register_rank
+from precision_time.tasks.processes.training_environment import training_environment
 from precision_time.tasks.ranks.job import REFUSAL_CAUSES, RankJob
 from precision_time.tasks.ranks.rank import PARENT_VARIABLE
 
@@ -25,14 +25,14 @@ __all__ = ["RankReport", "assign_devices", "report_loss", "run_rank", "visible_d
 
 LOG_LINES = 8
 _SELF_EXPLAINED = REFUSAL_CAUSES | {"nan loss", "environment changed"}
-#: After a rank was killed, how long its end may take to be reported.
+#: How long the report of a killed rank's end may take.
 ENDING_S = 10.0
 
-#: ``0`` starts every rank in a fresh interpreter; for comparisons.
-_TEMPLATE_VARIABLE = "PRECISION_TIME_TEMPLATE"
+#: ``0`` starts every rank in a fresh interpreter, for comparisons.
+_FORK_VARIABLE = "PRECISION_TIME_TEMPLATE"
 
 
-_templates = Templates()
+_fork_client = ForkClient()
 
 
 class RankReport(TypedDict):
@@ -58,9 +58,9 @@ def report_loss(message: str, *, cause: str = "lost contact") -> RankReport:
 
 
 def run_rank(job_json: str, rank: int) -> RankReport:
-    """Run one rank in a fresh process of its own session, and kill that session at the deadline.
+    """Run one rank in a process and a session of its own, and kill that session at the deadline.
 
-    The process is forked from a template that has torch imported; where there is none it is a fresh interpreter. The
+    The process is forked by the fork server, which has torch imported; without one it is a fresh interpreter. The
     deadline counts from its start. Runs on a Dask worker or in any other process; never raises for what the rank does.
     """
     job = RankJob.from_json(job_json)
@@ -75,13 +75,13 @@ def run_rank(job_json: str, rank: int) -> RankReport:
         returncode = _run_process(request, timeout_s=job.limits.timeout_s)
     except TimeoutError:
         cause, message = "timed out", f"rank {rank} was killed after {job.limits.timeout_s:g} s"
-    except TemplateLost as error:
+    except ForkServerLost as error:
         cause, message = "lost contact", f"rank {rank}: {error}"
     else:
         if returncode != 0:
             cause, message, peer_lost = _read_failure(job.failure_path(rank), returncode=returncode)
             message = f"rank {rank}: {message}"
-    # What the rank says itself is enough where the cause is ours; of anything else its log tells more.
+    # For causes of our own the rank's message is enough; for any other the end of its log is needed too.
     if cause and cause not in _SELF_EXPLAINED:
         message = "\n".join([message, *_last_lines(log_path)])
     return RankReport(
@@ -95,11 +95,11 @@ def run_rank(job_json: str, rank: int) -> RankReport:
 
 
 def _run_process(request: RankRequest, *, timeout_s: float) -> int:
-    """The exit code of the rank's process; raises ``TimeoutError`` and ``TemplateLost``, and leaves nothing of it."""
+    """The exit code of the rank's process, of which nothing is left; raises ``TimeoutError`` and ``ForkServerLost``."""
     with register_rank() as running:
-        # Linux only: elsewhere nothing ends a rank whose template died, and torch does not survive a fork on macOS.
-        if sys.platform == "linux" and os.environ.get(_TEMPLATE_VARIABLE) != "0":
-            forked = _templates.fork(request, is_over=lambda: running.is_ended)
+        # Linux only: elsewhere nothing ends a rank whose fork server died, and torch does not survive a fork on macOS.
+        if sys.platform == "linux" and os.environ.get(_FORK_VARIABLE) != "0":
+            forked = _fork_client.fork(request, is_over=lambda: running.is_ended)
             if forked is not None:
                 return _await_forked(forked, running=running, timeout_s=timeout_s)
         if running.is_ended:
@@ -114,8 +114,8 @@ def _await_forked(forked: ForkedRank, *, running: RunningRank, timeout_s: float)
             return forked.wait(timeout_s)
         except BaseException:
             kill_family(forked.pid)
-            # The template reaps it; only then is this worker free for another.
-            with contextlib.suppress(TimeoutError, TemplateLost):
+            # The server reaps it; only then is this worker free for another rank.
+            with contextlib.suppress(TimeoutError, ForkServerLost):
                 forked.wait(ENDING_S)
             raise
 
@@ -132,7 +132,7 @@ def _run_fresh(request: RankRequest, *, running: RunningRank, timeout_s: float) 
     except subprocess.TimeoutExpired:
         raise TimeoutError from None
     finally:
-        # Its data loaders and compilers go with it, however it ended.
+        # Its data loaders and compilers end with it, however it ended.
         kill_family(process.pid)
         process.wait()
 
@@ -146,7 +146,7 @@ def _rank_environment(job: RankJob, rank: int) -> dict[str, str]:
         PARENT_VARIABLE: str(os.getpid()),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        # A CPU rank must not touch a GPU, a GPU rank only its own: it is cuda:0 there.
+        # A CPU rank must not touch a GPU; a GPU rank sees its own alone, as cuda:0.
         "CUDA_VISIBLE_DEVICES": job.devices[rank] if job.devices else "",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -155,7 +155,7 @@ def _rank_environment(job: RankJob, rank: int) -> dict[str, str]:
 
 
 def _read_failure(path: Path, *, returncode: int) -> tuple[str, str, bool]:
-    """(cause, message, peer_lost) from what the rank left behind, else from how its process ended."""
+    """(cause, message, peer_lost) from the file that the rank left behind, else from the end of its process."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         values = json.loads(path.read_text(encoding="utf-8"))
         return str(values["cause"]), str(values["message"]), bool(values["peer_lost"])
@@ -178,14 +178,14 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def visible_devices() -> str | None:
-    """What this worker may use of the host's GPUs, as ``CUDA_VISIBLE_DEVICES`` says it."""
+    """The host's GPUs that this worker may use, by ``CUDA_VISIBLE_DEVICES``."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def assign_devices(workers: Sequence[str], visible: Sequence[str | None]) -> tuple[str, ...]:
-    """The ``CUDA_VISIBLE_DEVICES`` entry of each rank, from its worker's address and what that worker sees.
+    """The ``CUDA_VISIBLE_DEVICES`` entry of each rank, from its worker's address and that worker's own list.
 
-    dask-cuda rotates the list so that a worker's own GPU comes first; plain workers of one host all see the same list
+    dask-cuda rotates the list so that a worker's own GPU comes first; plain workers of one host all have the same list
     and take its entries in turn. Raises ``InputError`` when a host has fewer GPUs than ranks.
     """
     devices: list[str] = []
@@ -195,9 +195,8 @@ def assign_devices(workers: Sequence[str], visible: Sequence[str | None]) -> tup
         if entries is None:
             devices.append(str(len(before)))
             continue
-        own = entries.split(",")
         taken = {devices[other] for other in before}
-        free = [entry for entry in own if entry and entry not in taken]
+        free = [entry for entry in entries.split(",") if entry and entry not in taken]
         if not free:
             raise InputError(
                 "a host has fewer GPUs than ranks",

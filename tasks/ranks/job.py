@@ -21,10 +21,10 @@ REFUSAL_CAUSES = frozenset({"precision-unsupported", "strategy-unsupported", "op
 class MeasurementLimits:
     """How long and how often a cell is measured.
 
-    ``seconds_per_cell`` caps warm-up and measuring in the rank (start-up not counted): past it no step is added, but
-    the few steps past the bucket rebuild and three measured ones are always taken. ``timeout_s`` ends the rank's whole
-    process. ``memory_limit_bytes`` limits the data a CPU rank may allocate, and the device memory of a CUDA rank.
-    Raises ``InputError`` for a number that is no such limit.
+    ``seconds_per_cell`` caps warm-up and measuring in the rank (start-up not counted): after it no step is added, but
+    the few steps after the bucket rebuild and three measured ones are always taken. ``timeout_s`` ends the rank's whole
+    process. ``memory_limit_bytes`` limits the data that a CPU rank may allocate, and the device memory of a CUDA rank.
+    Raises ``InputError`` for a number that is no limit.
     """
 
     warmup_steps: int = 5
@@ -50,7 +50,7 @@ class MeasurementLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceLimits:
-    """How many steps after the measured ones are traced, and the bytes of JSON that the trace may have (0: none)."""
+    """How many steps are traced after the measured ones, and the most bytes of JSON of that trace (0: none)."""
 
     steps: int
     max_bytes: int
@@ -123,7 +123,7 @@ class RankJob(Attempt):
 
     @property
     def threads_per_rank(self) -> int:
-        """Compute threads of one rank: the cores of its node, shared evenly."""
+        """Compute threads of one rank: its share of the cores of its node."""
         return max(1, self.environment.cpu_cores // (self.cell.world_size // self.cell.nodes))
 
     def row_columns(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class RankJob(Attempt):
         """
         folder = Path(self.scratch)
         try:
-            # A rendezvous left by a killed attempt would make the ranks wait for processes that are gone.
+            # With the rendezvous of a killed attempt the ranks would wait for processes that are gone.
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)

@@ -40,10 +40,10 @@ __all__ = [
     "use_loopback",
 ]
 
-#: Environment variable with the process id of what started the rank: the worker, or the template it forked from.
+#: Environment variable with the process id of the worker or fork server that started the rank.
 PARENT_VARIABLE = "PRECISION_TIME_PARENT"
 
-#: What gloo and NCCL say when it is another rank that went away.
+#: Words of gloo and NCCL for the loss of another rank.
 PEER_LOST = (
     "closed by peer",
     "reset by peer",
@@ -54,7 +54,7 @@ PEER_LOST = (
 )
 OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory", "not enough memory")
 
-#: Modelled on no default: every rank builds the same weights, and a batch of its own.
+#: Every rank builds the same weights by it, and by the numbers after it a batch of its own.
 SEED = 20_260
 
 
@@ -88,16 +88,16 @@ def _end_with_parent() -> None:
 
 
 def _limit_memory(job: RankJob) -> None:
-    # RLIMIT_AS would count what torch and CUDA only reserve; RLIMIT_DATA counts writable private memory.
+    # RLIMIT_AS would also count memory that torch and CUDA only reserve; RLIMIT_DATA counts writable private memory.
     limit = job.limits.memory_limit_bytes
     if limit is not None and job.environment.device_type == "cpu":
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def describe_failure(error: BaseException, *, precision: str) -> dict[str, Any]:
-    """Cause (a word of ``CellOutcome``), message, and whether ``error`` only tells that another rank went away."""
+    """Cause (a word of ``CellOutcome``), message, and whether ``error`` is only the loss of another rank."""
     text = str(error)
-    said = text.casefold()
+    lower = text.casefold()
     cause = "exception"
     kind = {"fp16": "'Half'", "bf16": "'BFloat16'"}.get(
         PRECISIONS[precision].compute if precision in PRECISIONS else ""
@@ -107,17 +107,17 @@ def describe_failure(error: BaseException, *, precision: str) -> dict[str, Any]:
     elif isinstance(error, CellRefusedError):
         cause = error.cause
     elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        cause = "option-unsupported"  # torch.compile fails in the first step, ...
+        cause = "option-unsupported"  # torch.compile fails only in the first step, ...
     elif "`fused=True` requires" in text:
-        cause = "option-unsupported"  # ... and there torch looks at what its fused optimizers take
+        cause = "option-unsupported"  # ... and there torch checks the parameters of its fused optimizers
     elif isinstance(error, LossNotFiniteError):
         cause = "nan loss"
     elif isinstance(error, EnvironmentChangedError):
         cause = "environment changed"
-    elif isinstance(error, MemoryError) or any(phrase in said for phrase in OUT_OF_MEMORY):
+    elif isinstance(error, MemoryError) or any(phrase in lower for phrase in OUT_OF_MEMORY):
         cause = "memory-limit"
     message = text if isinstance(error, PrecisionTimeError) else f"{type(error).__name__}: {text}"
-    peer_lost = isinstance(error, RuntimeError) and any(phrase in said for phrase in PEER_LOST)
+    peer_lost = isinstance(error, RuntimeError) and any(phrase in lower for phrase in PEER_LOST)
     return {"cause": cause, "message": message, "peer_lost": peer_lost}
 
 
@@ -131,8 +131,8 @@ def _run(job: RankJob, rank: int) -> None:
     import torch
 
     from precision_time.storage.timings import write_fragment
+    from precision_time.tasks.ranks.apply_precision import apply_precision, check_switches
     from precision_time.tasks.ranks.chrome_trace import sample_trace
-    from precision_time.tasks.ranks.policies import apply_precision, check_switches
     from precision_time.tasks.ranks.timed_loop import TimedLoop
     from precision_time.tasks.workloads import build_workload, count_card
 
@@ -192,23 +192,23 @@ def _run(job: RankJob, rank: int) -> None:
 
 
 def check_environment(job: RankJob, *, torch_version: str, cuda_version: str) -> None:
-    """Raise ``EnvironmentChangedError`` when this worker runs other software than the plan found: its rows would mix.
+    """Raise ``EnvironmentChangedError`` when this worker runs other software than the plan states: rows would mix.
 
-    A job that states no version is not checked for it.
+    A version that the plan does not state is not checked.
     """
     planned = job.environment
-    for what, found, wanted in (
+    for name, version, expected in (
         ("torch", torch_version, planned.framework_version),
         ("CUDA", cuda_version, planned.cuda_version),
     ):
-        if wanted and found != wanted:
+        if expected and version != expected:
             raise EnvironmentChangedError(
-                f"{what} {found or 'none'} runs here, but the campaign was planned with {wanted}"
+                f"{name} {version or 'none'} runs here, but the campaign was planned with {expected}"
             )
 
 
 def _join(job: RankJob, rank: int, *, device: "torch.device") -> None:
-    """Meet the other ranks through a file in scratch: no port to race for."""
+    """Join the other ranks through a file in scratch, which unlike a port cannot be taken by another process."""
     import torch.distributed as dist
 
     if job.cell.nodes == 1:
@@ -226,25 +226,25 @@ def _join(job: RankJob, rank: int, *, device: "torch.device") -> None:
 
 
 def use_loopback() -> None:
-    """Let gloo talk over the loopback interface, unless the user named another.
+    """Let gloo use the loopback interface, unless the user named another.
 
-    It would ask for the address of the host's own name, which containers often do not know.
+    It would look up the address of the host's own name, which containers often lack.
     """
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def use_interface_of(host: str) -> None:
-    """Let gloo and NCCL talk over the interface that has the address ``host`` here, unless the user named another.
+    """Let gloo and NCCL use the interface that has the address ``host`` here, unless the user named another.
 
-    gloo would ask for the address of the host's own name, which is often one that only this host reaches (Debian
-    writes 127.0.1.1), and NCCL would take the first interface that is up. Where no interface has the address (behind a
-    translation of addresses, say) both are left to that.
+    gloo would look up the address of the host's own name, which often reaches this host alone (Debian writes
+    127.0.1.1), and NCCL would take the first interface that is up. They still do so where no interface has the address,
+    as behind address translation.
     """
     name = _interface_of(host)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        # Without the sign NCCL takes every interface whose name begins so: eth1 and eth10.
+        # Without the equals sign NCCL takes every interface whose name begins like this: eth1 and eth10.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
@@ -252,16 +252,16 @@ def _interface_of(host: str) -> str | None:
     import psutil
 
     try:
-        wanted = {ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in socket.getaddrinfo(host, None)}
+        addresses = {ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return None
     # The loopback interface lists one address and has the whole network.
-    is_loopback = any(address.is_loopback for address in wanted)
+    is_loopback = any(address.is_loopback for address in addresses)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
-    for name, known in interfaces.items():
-        own = [entry.address.split("%")[0] for entry in known if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        for address in map(ipaddress.ip_address, own):
-            if address in wanted or (is_loopback and address.is_loopback):
+    for name, entries in interfaces.items():
+        texts = [entry.address.split("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        for address in map(ipaddress.ip_address, texts):
+            if address in addresses or (is_loopback and address.is_loopback):
                 return name
     return None
 
@@ -279,7 +279,7 @@ def make_rows(
     code_sha256: str | None = None,
     sample: "TraceSample | None" = None,
 ) -> list[IterationTiming]:
-    """The rows of one rank: warm-up steps, then measured ones with what their partner without synchronisation tells."""
+    """The rows of one rank: warm-up steps, then measured ones, each beside its partner without synchronisation."""
     shared = {
         **job.row_columns(),
         "rank": rank,
@@ -331,7 +331,7 @@ def _step_columns(times: "StepTimes") -> dict[str, Any]:
 
 
 def _paired_columns(times: "StepTimes", local: "StepTimes", *, is_alone: bool) -> dict[str, Any]:
-    """What a measured step and its partner without synchronisation tell together; one rank alone exposes nothing."""
+    """Columns of a measured step and its partner without synchronisation; one rank alone exposes nothing."""
     return {
         "compute_time_s": local.iteration_s,
         "communication_time_s": times.communication_s,

@@ -1,4 +1,4 @@
-"""Why a cell is refused: reasons that need no device, the error that a rank raises, and the words of the outcome."""
+"""Why a cell is refused: the reasons that need no device, and the errors of a rank that has one."""
 
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.errors import InputError
@@ -13,7 +13,7 @@ __all__ = [
 
 
 class CellRefusedError(InputError):
-    """The cell cannot be run as it was asked for; ``cause`` is the word of its outcome."""
+    """The cell cannot be run as requested; ``cause`` is the word of its outcome."""
 
     code = "E-CELL-REFUSED"
 
@@ -23,18 +23,18 @@ class CellRefusedError(InputError):
 
 
 class LossNotFiniteError(RuntimeError):
-    """The loss became infinite or NaN: what is timed from there on is no training."""
+    """The loss became infinite or NaN, so the times that follow are not those of training."""
 
 
 class EnvironmentChangedError(RuntimeError):
-    """A worker runs other software than the plan of the campaign found."""
+    """A worker runs other software than the plan of the campaign states."""
 
 
 def refuse_cell(cell: GridCell) -> tuple[str, str] | None:
     """(cause, message) when ``cell`` can be refused before anything is started, else None.
 
-    Strategies other than ``ddp``, and gradient compression that would change nothing: on one rank, or to the format
-    that the gradients have anyway.
+    Refused are strategies other than ``ddp``, and gradient compression that changes nothing: on one rank, or to the
+    format that the gradients already have.
     """
     if cell.strategy != "ddp":
         return "strategy-unsupported", f"strategy {cell.strategy} is not measured; only ddp is"

@@ -27,11 +27,11 @@ def _keep(value: Any) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class PreparedTraining:
-    """The parts of a training that options change, before DDP wraps the module; a step runs what they leave here.
+    """The parts of a training that options change before DDP wraps the module.
 
-    ``finish_optimizer`` and ``lay_out_batch`` take what the workload makes and give what is used. ``wire_dtype`` is the
-    format that gradients are compressed to, None for none. ``check_first_steps`` raises ``CellRefusedError`` where an
-    option that shows only then had no effect.
+    ``finish_optimizer`` and ``lay_out_batch`` take the workload's optimizer and batch and return those to use.
+    ``wire_dtype`` is the format that gradients are compressed to, None for none. ``check_first_steps`` is called after
+    the first steps and raises ``CellRefusedError`` when an option had no effect in them.
     """
 
     module: nn.Module
@@ -96,8 +96,8 @@ def _apply_compression(training: PreparedTraining, value: bool | str) -> None:
         ) from error
 
 
-#: What puts an option in force when it is not at its default, in this order: blocks are checkpointed before the whole
-#: is compiled.
+#: The functions that put an option in force when it is not at its default, in the order of the calls: blocks are
+#: checkpointed before the whole module is compiled.
 APPLIED: dict[str, Callable[[PreparedTraining, bool | str], None]] = {
     "channels_last": _apply_channels_last,
     "checkpointing": _apply_checkpointing,
@@ -108,7 +108,7 @@ APPLIED: dict[str, Callable[[PreparedTraining, bool | str], None]] = {
 
 
 def check_complete(applied: Mapping[str, object]) -> None:
-    """Raise ``TypeError`` unless ``applied`` has each of ``RUN_OPTIONS`` and nothing else: none may go unapplied."""
+    """Raise ``TypeError`` unless ``applied`` has each of ``RUN_OPTIONS`` and nothing else."""
     unlike = set(applied) ^ {option.name for option in RUN_OPTIONS}
     if unlike:
         raise TypeError(f"APPLIED and RUN_OPTIONS differ in: {', '.join(sorted(unlike))}")
@@ -131,11 +131,11 @@ def _lay_out_batch(batch: Any) -> Any:
 def checkpoint_blocks(module: nn.Module) -> str:
     """Keep only the inputs of blocks in the forward pass, and compute each block again in the backward pass.
 
-    A block is a child of a list or sequence that holds at least two of its class, and has layers of its own: the
-    layers of a transformer, the residual blocks of a ResNet. A model without any, but with a sequence of at least four
-    layers, is cut there into the square root of their number of segments (Chen et al. 2016, arXiv:1604.06174), of which
-    the last is kept. Non-reentrant checkpoints of ``torch.utils.checkpoint``, random state kept. Returns what was
-    wrapped. Raises ``CellRefusedError`` for a model that has neither.
+    A block has layers of its own and is a child of a list or sequence that holds at least two of its class: the layers
+    of a transformer, the residual blocks of a ResNet. In a model without blocks, the longest sequence of at least four
+    layers is cut into segments, as many as the square root of its layers (Chen et al. 2016, arXiv:1604.06174), of which
+    the last is kept. The checkpoints are the non-reentrant ones of ``torch.utils.checkpoint`` and keep the random
+    state. Returns a description of the wrapped parts. Raises ``CellRefusedError`` for a model with neither.
     """
     blocks = _repeated_blocks(module)
     for block in blocks:
@@ -154,25 +154,25 @@ def checkpoint_blocks(module: nn.Module) -> str:
 
 
 def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks below ``module``; what lies inside a block is not looked at."""
+    """The outermost repeated blocks below ``module``, without those inside of a block."""
     children = list(module.children())
     counts = Counter(type(child) for child in children)
     is_row = isinstance(module, nn.ModuleList | nn.Sequential)
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in children:
         inner = any(True for _ in child.children()) and not isinstance(child, nn.ModuleList)
         has_weights = any(True for _ in child.parameters())
         if is_row and counts[type(child)] >= 2 and inner and has_weights:
-            found.append(child)
+            blocks.append(child)
         else:
-            found += _repeated_blocks(child)
-    return found
+            blocks += _repeated_blocks(child)
+    return blocks
 
 
 def fuse_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``optimizer`` made anew with ``fused=True`` and otherwise equal settings.
+    """An optimizer like ``optimizer`` with ``fused=True`` and otherwise equal settings.
 
-    Raises ``CellRefusedError`` for a class without fused kernels, or parameters that they do not take.
+    Raises ``CellRefusedError`` for a class without fused kernels, or parameters that these do not support.
     """
     kind = type(optimizer)
     known = set(inspect.signature(kind.__init__).parameters) - {"self", "params", "fused", "foreach"}
@@ -191,7 +191,7 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _compiler_missing(device: torch.device) -> str | None:
-    """Why inductor cannot make kernels for ``device``: Triton for a GPU, a C++ compiler for a CPU; else None."""
+    """Why inductor has no compiler for ``device`` (Triton for a GPU, a C++ compiler for a CPU), or None if it has."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -206,7 +206,7 @@ def _compiler_missing(device: torch.device) -> str | None:
 
 
 def _check_compiled() -> None:
-    """After the first steps: raise ``CellRefusedError`` if torch.compile left all of the model to the interpreter."""
+    """Raise ``CellRefusedError`` if torch.compile has left all of the model to the interpreter."""
     from torch._dynamo.utils import counters
 
     if not counters["stats"].get("unique_graphs", 0):

@@ -76,9 +76,9 @@ def main(rounds: int, model: str, batch_size: int) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
+    arguments = sys.argv[1:]
     main(
-        int(given[0]) if given else 6,
-        given[1] if len(given) > 1 else "vit_tiny",
-        int(given[2]) if len(given) > 2 else 16,
+        int(arguments[0]) if arguments else 6,
+        arguments[1] if len(arguments) > 1 else "vit_tiny",
+        int(arguments[2]) if len(arguments) > 2 else 16,
     )

@@ -62,13 +62,13 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    found = []
+    marked = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
             if is_alive and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                marked.append(process)
+    return marked
 
 
 @pytest.fixture
@@ -116,12 +116,12 @@ def assert_no_process_is_left(client: Client, mark: str) -> None:
 
     def strangers() -> list[list[str]]:
         workers = set(client.run(os.getpid).values())
-        found = []
+        commands = []
         for process in marked_processes(mark):
             with contextlib.suppress(psutil.Error):
                 if process.pid not in workers and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                    found.append(process.cmdline())
-        return found
+                    commands.append(process.cmdline())
+        return commands
 
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not strangers(), within_s=30)
@@ -175,15 +175,15 @@ def test_two_clients_finish_300_cells_on_workers_that_keep_dying(
     expected = {cell_id: fake_ranks.count_rows(cell) for cell_id, cell in cells.items()}
     assert Counter(dataset.read(strict=True)["cell_id"].to_pylist()) == expected
     outcomes = dataset.outcomes(strict=True)
-    assert Counter(seen.cell_id for seen in outcomes if seen.status == "recorded") == dict.fromkeys(cells, 1)
-    assert {seen.cell_id: seen.rows for seen in outcomes if seen.status == "recorded"} == expected
-    causes = Counter(seen.cause for seen in outcomes if seen.status != "recorded")
+    assert Counter(outcome.cell_id for outcome in outcomes if outcome.status == "recorded") == dict.fromkeys(cells, 1)
+    assert {outcome.cell_id: outcome.rows for outcome in outcomes if outcome.status == "recorded"} == expected
+    causes = Counter(outcome.cause for outcome in outcomes if outcome.status != "recorded")
     assert set(causes) <= {"lost contact"}, causes
     # Each client came to each cell, and one of the two measured it.
-    came = [seen for seen in read_lines(tmp_path, "outcome-*.jsonl") if seen["status"] == "recorded"]
-    assert Counter(seen["cell_id"] for seen in came) == dict.fromkeys(cells, 2)
-    assert {seen["cell_id"]: seen["rows"] for seen in came if seen["rows"]} == expected
-    assert sum(seen["rows"] for seen in came) == sum(expected.values())
+    came = [outcome for outcome in read_lines(tmp_path, "outcome-*.jsonl") if outcome["status"] == "recorded"]
+    assert Counter(outcome["cell_id"] for outcome in came) == dict.fromkeys(cells, 2)
+    assert {outcome["cell_id"]: outcome["rows"] for outcome in came if outcome["rows"]} == expected
+    assert sum(outcome["rows"] for outcome in came) == sum(expected.values())
 
     leases = read_lines(tmp_path, "lease-*.jsonl")
     by_worker: dict[str, list[tuple[float, float]]] = {}
@@ -192,10 +192,10 @@ def test_two_clients_finish_300_cells_on_workers_that_keep_dying(
             by_worker.setdefault(worker, []).append((lease["began"], lease["ended"]))
     assert {worker: overlaps for worker, spans in by_worker.items() if (overlaps := find_overlaps(spans))} == {}
     # No second run is wasted: as many gangs were started as there are outcomes.
-    assert Counter(lease["cell"] for lease in leases) == Counter(seen.cell_id for seen in outcomes)
+    assert Counter(lease["cell"] for lease in leases) == Counter(outcome.cell_id for outcome in outcomes)
     # What the workers say themselves: one rank at a time each.
     for name in {path.name for path in tmp_path.glob("*/worker-*.log")}:
-        assert not find_overlaps((seen["began"], seen["ended"]) for seen in read_lines(tmp_path, f"*/{name}"))
+        assert not find_overlaps((outcome["began"], outcome["ended"]) for outcome in read_lines(tmp_path, f"*/{name}"))
     print(f"\n{sum(map(len, by_worker.values()))} ranks on {len(by_worker)} workers, {KILLS} killed: {dict(causes)}")
     assert_nothing_is_held(four, fake_ranks)
     assert_no_process_is_left(four, mark)
@@ -327,7 +327,8 @@ import psutil
 
 
 def make():
-    (worker,) = [one for one in psutil.Process().parents() if "multiprocessing.spawn" in " ".join(one.cmdline())]
+    parents = psutil.Process().parents()
+    (worker,) = [parent for parent in parents if "multiprocessing.spawn" in " ".join(parent.cmdline())]
     os.kill(worker.pid, signal.SIGKILL)
 """
 
@@ -416,11 +417,11 @@ def outside(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standing
 
 def assert_no_rank_is_left(mark: str) -> None:
     def ranks() -> list[list[str]]:
-        found = []
+        commands = []
         for process in marked_processes(mark):
             with contextlib.suppress(psutil.Error):
-                found.append(process.cmdline())
-        return [command for command in found if "precision_time.tasks.ranks.rank" in " ".join(command)]
+                commands.append(process.cmdline())
+        return [command for command in commands if "precision_time.tasks.ranks.rank" in " ".join(command)]
 
     wait_until(lambda: not ranks(), within_s=60)
 
@@ -502,7 +503,9 @@ def test_two_campaigns_on_one_scheduler_and_the_same_data_measure_each_cell_once
             ]
             # Both have found all cells missing, and want the same one first.
             wait_until(
-                lambda: len(gang_state(client)["queue"]) == 2 or any(one.poll() is not None for one in campaigns)
+                lambda: (
+                    len(gang_state(client)["queue"]) == 2 or any(campaign.poll() is not None for campaign in campaigns)
+                )
             )
         with ThreadPoolExecutor(2) as pool:
             said = list(pool.map(lambda campaign: campaign.communicate(timeout=2 * WAIT_S), campaigns))
@@ -515,8 +518,8 @@ def test_two_campaigns_on_one_scheduler_and_the_same_data_measure_each_cell_once
     dataset = TimingsDataset(str(outside.data))
     rows = dataset.read().num_rows
     assert sum(result["rows_added"] for result in results) == rows
-    recorded = [seen for seen in dataset.outcomes() if seen.status == "recorded"]
-    assert (len(recorded), sum(seen.rows for seen in recorded)) == (4, rows)
+    recorded = [outcome for outcome in dataset.outcomes() if outcome.status == "recorded"]
+    assert (len(recorded), sum(outcome.rows for outcome in recorded)) == (4, rows)
     assert_rows_are_whole(outside, cells=4)
     assert not list((outside.folder / "scratch").iterdir())
     assert_no_rank_is_left(mark)
@@ -555,7 +558,7 @@ def test_a_cell_that_kills_its_worker_every_time_ends_a_campaign_with_5_and_the_
     assert_rows_are_whole(outside, cells=5)
     assert sorted(count_measured_rows(outside).values()) == [3, 3, 3, 6, 6]
     outcomes = TimingsDataset(str(outside.data)).outcomes()
-    attempts = [(seen.attempt, seen.cause) for seen in outcomes if seen.model == "killer:make"]
+    attempts = [(outcome.attempt, outcome.cause) for outcome in outcomes if outcome.model == "killer:make"]
     assert attempts == [(1, "lost contact"), (2, "lost contact"), (3, "lost contact")]
     assert_no_rank_is_left(mark)
 
@@ -592,9 +595,11 @@ def test_a_campaign_that_loses_a_worker_records_all_cells_with_the_rows_of_an_un
     assert count_measured_rows(outside) == undisturbed
     assert_rows_are_whole(outside, cells=4)
     outcomes = TimingsDataset(str(outside.data)).outcomes()
-    assert Counter(seen.cell_id for seen in outcomes if seen.status == "recorded") == dict.fromkeys(undisturbed, 1)
-    lost = [seen for seen in outcomes if seen.cause == "lost contact"]
-    assert [seen.model for seen in lost] == ["waiter:make"]
+    assert Counter(outcome.cell_id for outcome in outcomes if outcome.status == "recorded") == dict.fromkeys(
+        undisturbed, 1
+    )
+    lost = [outcome for outcome in outcomes if outcome.cause == "lost contact"]
+    assert [outcome.model for outcome in lost] == ["waiter:make"]
     assert held[-1] in lost[0].message
     assert_no_rank_is_left(mark)
 

@@ -67,14 +67,14 @@ def _find_ends(events: Sequence[Mapping[str, Any]], ranges: Sequence[tuple[float
         ends[place] = end if ends[place] is None else max(ends[place], end)
     if unassigned > _UNASSIGNED_SHARE * whole:
         raise ValueError(f"{unassigned / whole:.1%} of the device's time was launched by no phase")
-    found = [end for end in ends if end is not None]
-    if len(found) < len(ends):
+    known = [end for end in ends if end is not None]
+    if len(known) < len(ends):
         raise ValueError(f"a range launched nothing: {ranges[ends.index(None)][2]}, number {ends.index(None)}")
-    return found
+    return known
 
 
 def _median_phases(events: Sequence[Mapping[str, Any]], *, phases: Sequence[str]) -> dict[str, float]:
-    return {name: statistics.median(found) for name, found in _read_phases(events, phases=phases).items()}
+    return {name: statistics.median(seconds) for name, seconds in _read_phases(events, phases=phases).items()}
 
 
 def _profile_block(loop: Any, size: int, *, folder: Path) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -88,13 +88,13 @@ def _profile_block(loop: Any, size: int, *, folder: Path) -> tuple[list[dict[str
     from precision_time.tasks.ranks.chrome_trace import RangedClock
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    own = loop.clock
-    loop.clock = RangedClock(own)
+    clock = loop.clock
+    loop.clock = RangedClock(clock)
     try:
         with profile(activities=activities) as profiler:
             steps = loop._block(size, synchronise=True, lead_in=True)
     finally:
-        loop.clock = own
+        loop.clock = clock
     trace = folder / "trace.json"
     profiler.export_chrome_trace(str(trace))
     return json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], steps

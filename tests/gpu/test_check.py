@@ -34,7 +34,7 @@ def list_distributions(names: tuple[str, ...]) -> dict[str, metadata.Distributio
         except metadata.PackageNotFoundError:  # for another platform
             continue
         requires = found[name].requires or []
-        wanted += [re.match(r"[\w.-]+", one)[0] for one in requires if "extra ==" not in one]
+        wanted += [re.match(r"[\w.-]+", line)[0] for line in requires if "extra ==" not in line]
     return found
 
 

@@ -17,8 +17,8 @@ class Subject:
 
     def __init__(self, device) -> None:
         from precision_time.predictor.setup.precision import parse_precision
+        from precision_time.tasks.ranks.apply_precision import apply_precision
         from precision_time.tasks.ranks.job import MeasurementLimits
-        from precision_time.tasks.ranks.policies import apply_precision
         from precision_time.tasks.ranks.timed_loop import TimedLoop
         from precision_time.tasks.workloads import build_workload
 
@@ -53,17 +53,17 @@ def subject(device):
 
 def test_phases_agree_with_the_profiler(subject, profile_block, read_phases) -> None:
     events, steps = profile_block(subject.loop, 10)
-    seen = read_phases(events, phases=PHASES)
+    traced = read_phases(events, phases=PHASES)
     ours, alone = (
-        {phase: statistics.median(getattr(step, f"{phase}_s") for step in found) for phase in PHASES}
-        for found in (steps, subject.measured.synced)
+        {phase: statistics.median(getattr(step, f"{phase}_s") for step in block) for phase in PHASES}
+        for block in (steps, subject.measured.synced)
     )
     for phase in PHASES:
-        print(f"{phase}: loop {ours[phase]:.6f} s, profiler {seen[phase]:.6f} s, without it {alone[phase]:.6f} s")
-    whole = sum(seen.values())
+        print(f"{phase}: loop {ours[phase]:.6f} s, profiler {traced[phase]:.6f} s, without it {alone[phase]:.6f} s")
+    whole = sum(traced.values())
     for phase in PHASES:
         # The optimizer is so short that its share of the iteration is what counts.
-        assert abs(ours[phase] - seen[phase]) < 0.03 * max(seen[phase], whole / 3), phase
+        assert abs(ours[phase] - traced[phase]) < 0.03 * max(traced[phase], whole / 3), phase
 
 
 def test_timing_costs_no_more_than_a_hundredth(subject) -> None:

@@ -143,8 +143,8 @@ def test_the_ranges_of_a_profiled_block_are_its_phases(profile_block, read_phase
     import torch
 
     from precision_time.predictor.setup.precision import PRECISIONS
+    from precision_time.tasks.ranks.apply_precision import apply_precision
     from precision_time.tasks.ranks.job import MeasurementLimits
-    from precision_time.tasks.ranks.policies import apply_precision
     from precision_time.tasks.ranks.timed_loop import TimedLoop
     from precision_time.tasks.workloads import OPTIMIZERS, Workload
 
@@ -176,7 +176,7 @@ def test_the_ranges_of_a_profiled_block_are_its_phases(profile_block, read_phase
     # Two layers forward; two gradients of weights and one of activations; four parameters and their momenta to add to.
     kinds = {"aten::addmm": MAIN, "aten::mm": AUTOGRAD, "aten::add_": MAIN}
     machine = Machine()
-    for operation in sorted((one for one in events if one["name"] in kinds), key=lambda one: one["ts"]):
+    for operation in sorted((event for event in events if event["name"] in kinds), key=lambda event: event["ts"]):
         machine.host = operation["ts"]
         machine.launch(1e6, thread=kinds[operation["name"]])
     assert read_phases(events + machine.events, phases=PHASES) == pytest.approx(

@@ -71,10 +71,10 @@ def sleeps_on_rank_1():
 
 
 def allocates_without_end():
-    kept = []
+    tensors = []
 
     def trouble():
-        kept.append(torch.ones(2**30))
+        tensors.append(torch.ones(2**30))
 
     return _workload(trouble)
 

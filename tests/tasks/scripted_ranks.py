@@ -99,15 +99,15 @@ def leaves_orphan():
 def hoards():
     import torch
 
-    kept = []
+    tensors = []
     while True:
-        kept.append(torch.ones(2**22))
+        tensors.append(torch.ones(2**22))
 
 
 def tries_for_memory():
     """Asks for 64 MB pieces until 1 GB: fine without a limit."""
     import torch
 
-    kept = [torch.ones(2**24) for _ in range(16)]
-    _tell({"pieces": len(kept)})
+    tensors = [torch.ones(2**24) for _ in range(16)]
+    _tell({"pieces": len(tensors)})
     os._exit(0)

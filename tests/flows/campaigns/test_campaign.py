@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_time.flows.campaigns.measuring import measure_missing
+from precision_time.flows.campaigns.cell_loop import measure_missing
 from precision_time.flows.campaigns.progress import CampaignProgress
 from precision_time.flows.campaigns.summary import (
     CampaignResult,
@@ -177,14 +177,14 @@ def test_a_result_that_prefect_cannot_be_asked_for_is_returned_all_the_same(
     expected = summarise(make_plan(make_spec(tmp_path), device), {}, rows={}, duration_s=1.0)
 
     def lose_the_api(spec: CampaignSpec, *, return_state: bool) -> None:
-        kept = campaign._finished.get()
-        assert kept is not None
-        kept.append(expected)
+        results = campaign._finished.get()
+        assert results is not None
+        results.append(expected)
         raise ConnectionError("all connection attempts failed")
 
     monkeypatch.setattr(campaign, "profiling_campaign", lose_the_api)
     assert campaign.run_campaign(make_spec(tmp_path)) == expected
-    assert "Prefect does not know how the run ended" in capsys.readouterr().err
+    assert "Prefect has no result of the run" in capsys.readouterr().err
 
 
 def test_a_failing_cell_is_tried_again_after_the_others_and_stops_none(tmp_path: Path, device: ProbeReport) -> None:
@@ -337,7 +337,7 @@ def test_a_real_campaign_is_recorded_resumed_and_shown(tmp_path: Path) -> None:
     traces = {path.name for path in Path(spec.data, "traces", "v1").iterdir()}
     assert traces == {f"cell-{cell}.json.gz" for cell in dataset.recorded_cells()}
     assert dataset.read().column("trace_truncated").to_pylist() == [False] * mended.rows
-    assert all(seen.iteration_time_s > 0 for seen in dataset.measurements())
+    assert all(measured.iteration_time_s > 0 for measured in dataset.measurements())
     with get_client(sync_client=True) as client:
         for key, kind in [
             ("campaign-trial", "table"), ("campaign-trial-report", "markdown"), ("campaign-trial-progress", "progress"),

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from distributed import Client, LocalCluster
 
+from precision_time.flows.campaigns.cell_loop import CellStoppedError, _Running
 from precision_time.flows.campaigns.measure_cell import measure_cell
-from precision_time.flows.campaigns.measuring import CellStoppedError, _Running
 from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec, read_campaign
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
@@ -150,9 +150,9 @@ def test_a_cell_is_planned_by_its_size_and_at_most_by_its_cap(tmp_path: Path, pr
 def client() -> Iterator[Client]:
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
-        Client(cluster) as found,
+        Client(cluster) as client,
     ):
-        yield found
+        yield client
 
 
 @pytest.fixture(autouse=True)
@@ -189,11 +189,11 @@ def await_ranks(number: int, *, seconds: float = 60.0) -> list[psutil.Process]:
     """The rank processes, once there are ``number``; and all of them gone for 0."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = [process for process in list_ranks() if not number or process.name().startswith("python")]
-        if len(found) == number:
-            return found
+        ranks = [process for process in list_ranks() if not number or process.name().startswith("python")]
+        if len(ranks) == number:
+            return ranks
         time.sleep(0.05)
-    raise AssertionError(f"{len(found)} ranks instead of {number}")
+    raise AssertionError(f"{len(ranks)} ranks instead of {number}")
 
 
 @pytest.mark.mpi
@@ -217,7 +217,7 @@ def test_solver_and_network_are_measured_once_and_hold_their_workers(
     again = campaign.measure(solver)
     assert (again.attempt, again.status) == (1, "recorded")
     measured = campaign.dataset.measurements()
-    assert [(seen.model, seen.framework, seen.world_size) for seen in measured] == [("casgd-logistic-n28", "casgd", 2)]
+    assert [(row.model, row.framework, row.world_size) for row in measured] == [("casgd-logistic-n28", "casgd", 2)]
     resumed = plan_campaign(campaign.plan.spec, probe=probe)
     assert {planned.cell.strategy: planned.state for planned in resumed.cells} == {
         "columns": "recorded",
@@ -245,7 +245,7 @@ def test_a_killed_process_costs_its_cell_alone_and_leaves_no_rank(
     await_ranks(0, seconds=20)
     cause = "lost contact" if victim == "worker" else f"signal {signal.SIGKILL}"
     assert (outcomes[0].status, outcomes[0].cause) == ("failed", cause)
-    assert [(seen.cause, seen.attempt) for seen in campaign.dataset.outcomes()] == [(cause, 1)]
+    assert [(outcome.cause, outcome.attempt) for outcome in campaign.dataset.outcomes()] == [(cause, 1)]
     # The next attempt finds free workers.
     short = Campaign(tmp_path, probe, client, gpus=[2], gradient_accumulation_steps=[4])
     outcome = short.measure(short.plan.cells[0])

@@ -20,18 +20,12 @@ from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.casgd_cells import launch
 from precision_time.tasks.casgd_cells.cells import NO_CARD, CasgdCell, casgd_environment, to_measurement
 from precision_time.tasks.casgd_cells.profile import run_casgd_cell, run_casgd_cells
-from precision_time.tasks.gangs import verdicts
 from precision_time.tasks.publishing.train import take_snapshot
 from precision_time.tasks.ranks.job import MeasurementLimits, RankJob
 
+pytestmark = pytest.mark.usefixtures("a_busy_machine_is_no_fault")
+
 LIMITS = MeasurementLimits(warmup_steps=2, measured_steps=5, seconds_per_cell=5, timeout_s=60)
-
-
-@pytest.fixture(autouse=True)
-def a_busy_machine_is_no_fault(monkeypatch):
-    """Ranks that share their cores with other tests may have times that are of no use."""
-    monkeypatch.setattr(verdicts, "MOST_SPREAD", float("inf"))
-    monkeypatch.setattr(verdicts, "MOST_OTHERS", 2.0)
 
 
 @pytest.fixture
@@ -74,13 +68,13 @@ def test_a_cell_of_another_workload_is_refused():
 def test_one_rank_is_recorded_listed_and_not_run_again(environment, tmp_path, capsys):
     dataset = TimingsDataset(tmp_path / "data")
     cells = [CasgdCell(objective="squared", columns=6, s=s, batch_size=4, policy="recipe") for s in (1, 4)]
-    given = {"dataset": dataset, "environment": environment, "scratch": tmp_path / "scratch", "limits": LIMITS}
-    outcomes = run_casgd_cells(cells, **given)
-    assert [(one.status, one.rows) for one in outcomes] == [("recorded", 7), ("recorded", 7)]
-    assert run_casgd_cells(cells, **given) == []
+    settings = {"dataset": dataset, "environment": environment, "scratch": tmp_path / "scratch", "limits": LIMITS}
+    outcomes = run_casgd_cells(cells, **settings)
+    assert [(outcome.status, outcome.rows) for outcome in outcomes] == [("recorded", 7), ("recorded", 7)]
+    assert run_casgd_cells(cells, **settings) == []
     measured = dataset.measurements()
     assert dataset.problems == []
-    assert {(one.model, one.task_input, one.precision, one.gradient_accumulation_steps) for one in measured} == {
+    assert {(row.model, row.task_input, row.precision, row.gradient_accumulation_steps) for row in measured} == {
         ("casgd-squared-n6", "n6", "amp_bf16", 1),
         ("casgd-squared-n6", "n6", "amp_bf16", 4),
     }
@@ -158,16 +152,16 @@ def test_retraining_leaves_the_rows_out_and_counts_them(environment, measure, re
     record(url, measure(models=("mlp", "vit_tiny")))
     networks = take_snapshot(url)
     cells = [CasgdCell(objective="squared", columns=6, s=s, batch_size=4) for s in (1, 4)]
-    given = {"environment": environment, "scratch": tmp_path / "scratch", "limits": LIMITS}
-    run_casgd_cells(cells, dataset=TimingsDataset(url), **given)
+    settings = {"environment": environment, "scratch": tmp_path / "scratch", "limits": LIMITS}
+    run_casgd_cells(cells, dataset=TimingsDataset(url), **settings)
     snapshot = take_snapshot(url)
-    assert [seen.measurement.cell_id for seen in snapshot.training] == [
-        seen.measurement.cell_id for seen in networks.training
+    assert [observation.measurement.cell_id for observation in snapshot.training] == [
+        observation.measurement.cell_id for observation in networks.training
     ]
     assert snapshot.refused == {NO_CARD: 2}
     assert snapshot.problems == ((url, f"2 cells cannot be used: {NO_CARD}"),)
     alone = str(tmp_path / "alone")
-    run_casgd_cells(cells, dataset=TimingsDataset(alone), **given)
+    run_casgd_cells(cells, dataset=TimingsDataset(alone), **settings)
     with pytest.raises(InputError, match=r"no measurements to train on.*2 cells of CA-SGD only"):
         take_snapshot(alone)
 

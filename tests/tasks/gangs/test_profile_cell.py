@@ -51,14 +51,14 @@ def started_ranks(scratch):
 def living_processes_of(folder):
     """Command lines that name ``folder``; a zombie has none. The kernel ends orphans a moment after their parent."""
     for _ in range(50):
-        found = []
+        commands = []
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                found += [text for text in [entry.read_bytes().decode(errors="replace")] if str(folder) in text]
-        if not found:
+                commands += [text for text in [entry.read_bytes().decode(errors="replace")] if str(folder) in text]
+        if not commands:
             break
         time.sleep(0.1)
-    return found
+    return commands
 
 
 def assert_workers_are_free(client):

@@ -51,8 +51,8 @@ def dataset(tmp_path):
 def test_the_trace_of_a_recorded_cell_is_kept_beside_its_rows(dataset, receipt, job, tmp_path):
     job.trace_path.write_bytes(b"gzipped")
     record_cell(dataset, replace(receipt, trace=str(job.trace_path)))
-    kept = tmp_path / "data" / "traces" / "v1" / f"cell-{receipt.cell_id}.json.gz"
-    assert kept.read_bytes() == b"gzipped"
+    path = tmp_path / "data" / "traces" / "v1" / f"cell-{receipt.cell_id}.json.gz"
+    assert path.read_bytes() == b"gzipped"
     assert dataset.trace_bytes() == 7
 
 

@@ -12,6 +12,8 @@ from precision_time.tasks.gangs.record_cell import record_cell
 from precision_time.tasks.ranks.job import MeasurementLimits
 from precision_time.tests.tasks.builders import profile_alone
 
+pytestmark = pytest.mark.usefixtures("a_busy_machine_is_no_fault")
+
 LIMITS = MeasurementLimits(warmup_steps=2, measured_steps=4, seconds_per_cell=5.0, timeout_s=120.0)
 #: Compiling takes 10 to 20 s where nothing else runs.
 COMPILING = replace(LIMITS, timeout_s=240.0)

@@ -171,10 +171,12 @@ def test_a_rank_writes_down_its_switches_its_tool_and_the_source_of_its_model(tm
     assert gzip.decompress(job.trace_path.read_bytes()).lstrip().startswith(b"{")
     table = read_table(job.fragment_path(0).read_bytes(), IterationTiming)
     source = hashlib.sha256((tmp_path / "own_models_here.py").read_bytes()).hexdigest()
-    told = {"cudnn_allow_tf32": False, "float32_matmul_precision": "highest", "input_mode": "synthetic",
+    expected = {"cudnn_allow_tf32": False, "float32_matmul_precision": "highest", "input_mode": "synthetic",
             "code_sha256": source, "tool_version": importlib.metadata.version("precision-time"), "bucket_sizes": "",
             "trace_truncated": False, "traced_exposed_s": None, "schema_version": 3}  # fmt: skip
-    assert {name: set(table[name].to_pylist()) for name in told} == {name: {value} for name, value in told.items()}
+    assert {name: set(table[name].to_pylist()) for name in expected} == {
+        name: {value} for name, value in expected.items()
+    }
 
 
 def test_a_model_that_turns_tf32_on_while_it_trains_in_fp32_leaves_no_rows(tmp_path):
@@ -187,11 +189,11 @@ def test_a_model_that_turns_tf32_on_while_it_trains_in_fp32_leaves_no_rows(tmp_p
 
 
 def test_a_row_tells_the_options_the_conditions_and_what_was_measured_once(tmp_path):
-    seen = Conditions(
+    conditions = Conditions(
         load_average=3.5, other_cpu_share=0.25, steal_share=0.0, contended=True,
         gpu=GpuState(clock_hz=1e9, power_w=300.0, temperature_c=60.0, throttled=False, reasons="power cap"),
     )  # fmt: skip
-    step = replace(make_step(backward_s=2.0), conditions=seen)
+    step = replace(make_step(backward_s=2.0), conditions=conditions)
     result = LoopResult(
         warmup=[step], synced=[step], local=[step], steady=True, isolated_communication_s=0.25, energy_j=7.0,
         energy_reason="",

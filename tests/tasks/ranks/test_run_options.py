@@ -77,7 +77,7 @@ def test_repeated_blocks_are_computed_again_in_the_backward_pass():
     assert checkpoint_blocks(module) == "3 blocks of Block"
     again = gradients(module, inputs)
     assert [block.calls for block in module.blocks] == [3, 3, 3]
-    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert all(map(torch.equal, plain, again))
 
 
 def test_a_plain_sequence_is_cut_into_segments():
@@ -85,7 +85,7 @@ def test_a_plain_sequence_is_cut_into_segments():
     inputs = torch.randn(4, 8, requires_grad=True)
     plain = gradients(module, inputs)
     assert checkpoint_blocks(module) == "a sequence of 9 layers in 3 segments"
-    assert all(torch.equal(one, other) for one, other in zip(plain, gradients(module, inputs), strict=True))
+    assert all(map(torch.equal, plain, gradients(module, inputs)))
 
 
 def test_a_model_without_blocks_is_not_called_checkpointed():
@@ -179,9 +179,9 @@ CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=
     ],
 )
 def test_some_cells_are_refused_before_anything_starts(changes, cause, said):
-    found, message = refuse_cell(replace(CELL, **changes))
-    assert found == cause
-    assert found in REFUSAL_CAUSES
+    refused_cause, message = refuse_cell(replace(CELL, **changes))
+    assert refused_cause == cause
+    assert cause in REFUSAL_CAUSES
     assert said in message
 
 

@@ -7,11 +7,11 @@ from torch import nn
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.run_options import RunOptions
 from precision_time.tasks.ranks import clocks, device_state, run_options
+from precision_time.tasks.ranks.apply_precision import apply_precision
 from precision_time.tasks.ranks.clocks import DeviceClock, HostClock
 from precision_time.tasks.ranks.conditions import Conditions
 from precision_time.tasks.ranks.device_state import EnergyMeter, GpuState
 from precision_time.tasks.ranks.job import MeasurementLimits
-from precision_time.tasks.ranks.policies import apply_precision
 from precision_time.tasks.ranks.refusals import CellRefusedError, LossNotFiniteError
 from precision_time.tasks.ranks.timed_loop import StepTimes, TimedLoop
 from precision_time.tasks.workloads import OPTIMIZERS, Workload

@@ -4,7 +4,7 @@ from torch import nn
 
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.errors import PrecisionUnsupportedError
-from precision_time.tasks.ranks.policies import apply_precision, check_switches, reason_unsupported
+from precision_time.tasks.ranks.apply_precision import apply_precision, check_switches, reason_unsupported
 
 CPU = torch.device("cpu")
 

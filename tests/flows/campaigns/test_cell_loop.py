@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from precision_time.flows.campaigns import campaign
+from precision_time.flows.campaigns.cell_loop import CellStoppedError, MeasuredCells, measure_missing, watch_wait
 from precision_time.flows.campaigns.interrupts import Interrupts, catch_interrupts
-from precision_time.flows.campaigns.measuring import CellStoppedError, MeasuredCells, measure_missing, watch_wait
 from precision_time.flows.campaigns.progress import CampaignProgress
 from precision_time.flows.campaigns.summary import markdown_report, summarise
 from precision_time.flows.planning.budget import Budget
@@ -283,15 +283,15 @@ def test_a_cell_whose_task_never_ran_it_is_measured_all_the_same(make_plan: Make
 
 def test_batches_are_chosen_by_what_came_of_those_before(make_plan: MakePlan) -> None:
     plan = make_plan()
-    seen: list[int] = []
+    counts: list[int] = []
 
     def choose(outcomes: Any) -> list[PlannedCell]:
-        seen.append(len(outcomes))
+        counts.append(len(outcomes))
         return list(plan.cells[len(outcomes) : len(outcomes) + 2]) if len(outcomes) < 6 else []
 
     measured = run(plan, make_outcome, choose=choose, at_once=2)
     assert len(measured.outcomes) == 6
-    assert sorted(set(seen)) == [0, 2, 4, 6]
+    assert sorted(set(counts)) == [0, 2, 4, 6]
 
 
 def test_a_cell_that_was_refused_here_before_is_not_tried_again(
@@ -336,4 +336,4 @@ def test_cells_that_need_no_try_to_be_refused_take_no_time_and_come_last(
     assert campaign._refuse_unstarted(plan, dataset) == 5
     again = plan_campaign(plan.spec, probe=probe)
     assert [planned.state for planned in again.cells] == ["missing" if can else "refused" for can in runs]
-    assert {seen.cause for seen in dataset.outcomes()} == {"strategy-unsupported", "option-unsupported"}
+    assert {outcome.cause for outcome in dataset.outcomes()} == {"strategy-unsupported", "option-unsupported"}
