@@ -32,15 +32,19 @@ _START_CORE_S = 2.0
 class WorkKind:
     """One kind of work.
 
-    ``claims`` says whether a model's name is of this kind, ``check_model`` raises ``InputError`` for a name of it that
-    is none. ``strategies`` are those that it is measured with; ``list_misfits`` gives the problems of one of its cells,
-    and ``fitting_cells`` says which cells have none. ``check_device`` raises ``InputError`` where its cells cannot run
-    on a device; ``needs_precisions`` says whether the device must have the precisions of its cells, ``takes_traces``
-    whether a step can be traced. ``environment`` is the machine with the software that its ranks run.
-    ``expected_s(cell, hardware=, cores=, limits=, iteration_s=)`` are the seconds of a cell, start-up included;
-    ``iteration_s(cell)`` gives those of one iteration by the closed forms. ``refuse`` gives (cause, message) of a cell
-    that can be refused before anything starts. ``profile`` measures a job on leased workers. ``unlearnable`` is the
-    reason why the predictor cannot learn from its measurements, or empty.
+    ``claims(model)``: whether a model of this name is of this kind.
+    ``check_model(model)`` raises ``InputError`` for a name of this kind without such a model.
+    ``strategies``: those that it is measured with.
+    ``list_misfits(cell)``: why one of its cells cannot be run; ``fitting_cells`` describes the cells that can.
+    ``check_device(cells, machine)`` raises ``InputError`` where its cells cannot run on a machine.
+    ``needs_precisions``: whether PyTorch on the device must have the precisions of its cells.
+    ``takes_traces``: whether its steps can be traced.
+    ``environment(machine)``: the machine with the software that its ranks run.
+    ``expected_s(cell, hardware=, cores=, limits=, iteration_s=)``: the expected seconds of a cell, start-up included;
+    ``iteration_s(cell)`` are those of one iteration of a network by the closed forms.
+    ``refuse(cell)``: (cause, message) of a cell that is refused before anything starts, else None.
+    ``profile(job, lease)`` measures a job on leased workers.
+    ``unlearnable``: the reason why the predictor cannot learn from its measurements, or empty.
     """
 
     name: str
@@ -49,14 +53,14 @@ class WorkKind:
     strategies: tuple[str, ...]
     list_misfits: Callable[[GridCell], Iterable[casgd.Misfit]]
     fitting_cells: str
-    check_device: Callable[[Sequence[GridCell], Environment], None]
-    needs_precisions: bool
-    takes_traces: bool
-    environment: Callable[[Environment], Environment]
+    check_device: Callable[[Sequence[GridCell], Environment], None] = lambda cells, environment: None
+    needs_precisions: bool = True
+    takes_traces: bool = True
+    environment: Callable[[Environment], Environment] = lambda machine: machine
     expected_s: Callable[..., float]
-    refuse: Callable[[GridCell], tuple[str, str] | None]
+    refuse: Callable[[GridCell], tuple[str, str] | None] = lambda cell: None
     profile: "Callable[[RankJob, GangLease], CellReceipt]"
-    unlearnable: str
+    unlearnable: str = ""
 
 
 def _check_network_name(model: str) -> None:
@@ -99,23 +103,12 @@ def _check_casgd_device(cells: Sequence[GridCell], environment: Environment) -> 
 
     if environment.device_type != "cpu":
         raise InputError(
-            "campaigns time CA-SGD on CPUs",
+            "campaigns measure CA-SGD on CPUs only",
             got=f"{cells[0].model} on {environment.gpu}",
             expected="device: cpu",
             fix="give these models a campaign file of their own with device: cpu",
         )
     check_mpi(cells)
-
-
-def _expect_casgd_s(
-    cell: GridCell,
-    *,
-    hardware: HardwareSpec,
-    cores: int,
-    limits: MeasurementLimits,
-    iteration_s: Callable[[GridCell], float],
-) -> float:
-    return casgd.estimate_casgd_s(casgd.CasgdCell.of(cell), hardware=hardware, cores=cores, limits=limits)
 
 
 def _profile_casgd(job: RankJob, lease: "GangLease") -> CellReceipt:
@@ -137,8 +130,7 @@ WORK_KINDS = (
         needs_precisions=False,  # it brings its own arithmetic, whatever the kernels of PyTorch lack
         takes_traces=False,
         environment=casgd.casgd_environment,
-        expected_s=_expect_casgd_s,
-        refuse=lambda cell: None,
+        expected_s=lambda cell, *, iteration_s, **plan: casgd.estimate_casgd_s(casgd.CasgdCell.of(cell), **plan),
         profile=_profile_casgd,
         unlearnable=casgd.NO_CARD,
     ),
@@ -149,14 +141,9 @@ WORK_KINDS = (
         strategies=("ddp",),
         list_misfits=_list_network_misfits,
         fitting_cells="every other model without",
-        check_device=lambda cells, environment: None,
-        needs_precisions=True,
-        takes_traces=True,
-        environment=lambda machine: machine,
         expected_s=_expect_network_s,
         refuse=refuse_cell,
         profile=_profile_network,
-        unlearnable="",
     ),
 )
 

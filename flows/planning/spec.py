@@ -148,7 +148,7 @@ class CampaignSpec(_Axes):
     max_hours: float | None = Field(
         None,
         title="Hours at most",
-        description="Hours of one run after which no cell is started; what is under way is finished.",
+        description="Hours of one run after which no cell is started; running cells are finished.",
         gt=0,
         strict=True,
         le=10_000,
@@ -198,7 +198,7 @@ class CampaignSpec(_Axes):
         "local-cuda by the device.",
     )
     slurm: SlurmOptions | None = Field(
-        None, title="Slurm", description="What the jobs of cluster: slurm ask for; the cluster's defaults otherwise."
+        None, title="Slurm", description="Options of the jobs of cluster: slurm; by default those of the cluster."
     )
     scratch: str | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""CA-SGD as a workload: its cells among those of campaigns, and a plan's samples as measurements.
+"""CA-SGD as a workload: its cells among those of campaigns.
 
 What the columns of a table mean for it. An iteration is one outer step: s steps of SGD and one AllReduce. ``s`` is in
 gradient_accumulation_steps, since both count micro-steps between two synchronisations. The batch is in
@@ -11,18 +11,17 @@ Campaigns have no fp64, so ``run_casgd_cells`` alone times its cells.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
-from precision_time.casgd.costs import Sample
 from precision_time.casgd.objectives import OBJECTIVES
 from precision_time.casgd.precision import POLICIES
 from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.storage.errors import InputError
-from precision_time.storage.schema import Environment, GridCell, Measurement
+from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.ranks.job import MeasurementLimits
 
 __all__ = [
@@ -37,8 +36,6 @@ __all__ = [
     "claims_model",
     "estimate_casgd_s",
     "list_misfits",
-    "phases_of",
-    "to_measurement",
 ]
 
 SOURCE = "casgd"
@@ -218,44 +215,3 @@ def estimate_casgd_s(cell: CasgdCell, *, hardware: HardwareSpec, cores: int, lim
     start_s += cell.outer_steps * words * columns / _DRAWS_PER_S
     repeats = limits.warmup_steps + limits.measured_steps
     return start_s + min(limits.seconds_per_cell, repeats * max(REPEAT_S, cell.outer_steps * outer_s))
-
-
-def to_measurement(sample: Sample, *, gpu: str, nodes: int = 1) -> Measurement:
-    """One probe of ``casgd.plan.plan`` as a row of the common table; ``gpu`` is the hardware name of one rank's device.
-
-    The iteration is the outer step at its usual time; its parts, taken at their fastest, are scaled to it.
-    """
-    if sample.policy not in PRECISION_OF:
-        raise InputError("this policy has no precision in the tables", got=sample.policy, expected=", ".join(POLICIES))
-    scale = sample.s * sample.usual_step_s / sample.step_s
-    parts = {part: seconds * scale for part, seconds in sample.parts_s.items()}
-    whole = sum(parts.values())
-    forward_s, backward_s, optimizer_s = phases_of(parts)
-    return Measurement(
-        source=SOURCE,
-        model=_model_name(sample.objective, sample.features),
-        task_input=f"n{sample.features}",
-        gpu=gpu,
-        nodes=nodes,
-        world_size=sample.ranks,
-        precision=PRECISION_OF[sample.policy],
-        strategy=_strategy(sample.policy),
-        per_gpu_batch_size=sample.batch_size,
-        gradient_accumulation_steps=sample.s,
-        framework=SOURCE,
-        iteration_time_s=whole,
-        compute_time_s=whole - parts["communicate"],
-        communication_time_s=parts["communicate"],
-        exposed_communication_s=parts["communicate"],
-        forward_time_s=forward_s,
-        backward_time_s=backward_s,
-        optimizer_time_s=optimizer_s,
-        iterations=sample.outer_steps,
-        model_params=sample.features + 1,
-        forward_flops_per_sample=2.0 * sample.features * sample.density,
-    )
-
-
-def phases_of(parts: Mapping[str, float]) -> tuple[float, float, float]:
-    """Forward, backward and optimizer seconds by the solver's parts, as the docstring of this module pairs them."""
-    return parts["gather"] + parts["gram"], parts["communicate"] + parts["recurrence"], parts["update"]

@@ -23,7 +23,7 @@ from precision_time.casgd.problem import Options, Problem, Solution
 from precision_time.casgd.schedules import Schedule
 from precision_time.storage.schema import IterationTiming
 from precision_time.storage.timings import write_fragment
-from precision_time.tasks.casgd_cells.cells import REPEAT_S, CasgdCell, casgd_environment, phases_of
+from precision_time.tasks.casgd_cells.cells import REPEAT_S, CasgdCell, casgd_environment
 from precision_time.tasks.ranks.code_versions import find_tool_version
 from precision_time.tasks.ranks.conditions import Conditions, MachineWatch
 from precision_time.tasks.ranks.job import RankJob
@@ -138,7 +138,6 @@ def _row_of(
     outer_steps = solution.steps // cell.s
     parts = {part: seconds / outer_steps for part, seconds in solution.seconds.items()}
     whole = sum(parts.values())
-    forward_s, backward_s, optimizer_s = phases_of(parts)
     warm = step < job.limits.warmup_steps
     word_bytes = 8 if cell.policy == "fp64" else 4
     reduced = cell.batch_size**2 * cell.s * (cell.s - 1) // 2 + cell.s * cell.batch_size
@@ -152,9 +151,10 @@ def _row_of(
         is_warmup=warm,
         is_steady=True,
         iteration_time_s=whole,
-        forward_time_s=forward_s,
-        backward_time_s=backward_s,
-        optimizer_time_s=optimizer_s,
+        # As the docstring of cells.py pairs them.
+        forward_time_s=parts["gather"] + parts["gram"],
+        backward_time_s=parts["communicate"] + parts["recurrence"],
+        optimizer_time_s=parts["update"],
         compute_time_s=None if warm else whole - parts["communicate"],
         communication_time_s=None if warm else parts["communicate"],
         exposed_communication_s=None if warm else parts["communicate"],

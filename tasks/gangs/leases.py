@@ -194,7 +194,7 @@ def _impossible(workers: Sequence[str], *, count: int, hosts: int | None, grace_
         return NoWorkersError(
             "the cluster has no worker left",
             got=f"none for {grace_s:g} s",
-            fix="start workers; what is recorded is kept, and running again measures the rest",
+            fix="start workers; recorded cells are kept, and the next run measures the rest",
         )
     spread = Counter(str(urlsplit(address).hostname) for address in workers)
     hosts_of = ", ".join(f"{host}: {number}" for host, number in sorted(spread.items())[:20])
@@ -217,7 +217,7 @@ def _ask(client: Client, operation: str, **values: Any) -> Any:
         raise _lost(error) from error
     if answer is None and operation != "gang_release":
         # A scheduler answers so to an unknown call: it was started anew, without the plugin.
-        raise _lost("the scheduler knows nothing of this campaign's leases")
+        raise _lost("the scheduler does not know this campaign's leases")
     return answer
 
 
@@ -226,5 +226,5 @@ def _lost(reason: object) -> ClusterLostError:
         "the Dask scheduler is gone or does not answer",
         got=f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else str(reason),
         expected="a scheduler that runs for as long as the campaign",
-        fix="start the cluster again and run the campaign again; what is recorded is kept",
+        fix="start the cluster and the campaign again; recorded cells are kept",
     )

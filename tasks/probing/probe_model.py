@@ -30,7 +30,7 @@ from precision_time.storage.errors import (
 from precision_time.storage.schema import GridCell
 from precision_time.tasks.gangs.record_cell import read_fragments
 from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
-from precision_time.tasks.processes.profile_here import profile_here
+from precision_time.tasks.processes.rank_process import profile_here
 from precision_time.tasks.ranks.job import MeasurementLimits
 
 __all__ = ["DEFAULT_BATCHES", "DEFAULT_PRECISIONS", "ModelProbe", "ProbedTime", "choose_measured", "probe_model"]

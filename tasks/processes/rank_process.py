@@ -1,4 +1,4 @@
-"""The worker's side of a rank: start its process, wait for it, end it at its deadline, and report how it ended."""
+"""The process of a rank: start it, wait for it, end it at its deadline, and report how it ended."""
 
 import contextlib
 import json
@@ -9,19 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 from urllib.parse import urlsplit
 
 from precision_time.storage.errors import InputError
+from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.processes.fork_client import ForkClient, ForkedRank, ForkServerLost, RankRequest
 from precision_time.tasks.processes.process_families import kill_family
 from precision_time.tasks.processes.running_ranks import RunningRank, register_rank
 from precision_time.tasks.processes.training_environment import training_environment
-from precision_time.tasks.ranks.job import REFUSAL_CAUSES, RankJob
+from precision_time.tasks.ranks.job import REFUSAL_CAUSES, Attempt, CellReceipt, MeasurementLimits, RankJob
 from precision_time.tasks.ranks.rank import PARENT_VARIABLE
 
-__all__ = ["RankReport", "assign_devices", "report_loss", "run_rank", "visible_devices"]
+__all__ = ["RankReport", "assign_devices", "profile_here", "report_loss", "run_rank", "visible_devices"]
 
 LOG_LINES = 8
 _SELF_EXPLAINED = REFUSAL_CAUSES | {"nan loss", "environment changed"}
@@ -175,6 +177,28 @@ def _last_lines(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
     return []
+
+
+def profile_here(cell: GridCell, *, environment: Environment, limits: MeasurementLimits, scratch: Path) -> CellReceipt:
+    """The first attempt at ``cell``, of one rank on the first device that this process sees, without Dask.
+
+    The attempt gets a folder of its own in ``scratch``. Raises ``InputError`` when no GPU is visible, and
+    ``StorageError`` when the folder cannot be made.
+    """
+    attempt = Attempt(cell=cell, attempt=1, environment=environment)
+    job = RankJob.of(attempt, limits=limits, scratch=scratch)
+    if environment.device_type == "cuda":
+        job = replace(job, devices=assign_devices([""], [os.environ.get("CUDA_VISIBLE_DEVICES")]))
+    job.lay_out()
+    began, started_at = time.monotonic(), time.time()
+    report = run_rank(job.to_json(), 0)
+    return job.conclude(
+        cause=report["cause"],
+        message=report["message"],
+        host=report["host"],
+        started_at=started_at,
+        duration_s=time.monotonic() - began,
+    )
 
 
 def visible_devices() -> str | None:

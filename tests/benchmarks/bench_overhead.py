@@ -1,4 +1,4 @@
-"""What a cell costs beyond its training steps; run: python tests/benchmarks/bench_overhead.py
+"""The overhead of a cell beyond its training steps; run: python tests/benchmarks/bench_overhead.py
 
 A cell of two gloo ranks of ``mlp`` is measured several times on leases of two local workers, with ranks forked by a
 fork server and with ranks in fresh interpreters. Overhead is the wall time of the call less the steps of

@@ -22,7 +22,7 @@ from precision_time.tasks.ranks.job import MeasurementLimits
 from precision_time.tests.tasks.builders import ENVIRONMENT, profile_alone
 
 RANKS, STEPS = 2, 40
-#: Before a local cluster adds to it what Dask wants of its workers.
+#: The environment before a local cluster adds Dask's settings for its workers.
 VARIABLES = dict(os.environ)
 
 
@@ -63,7 +63,7 @@ def main(rounds: int, model: str, batch_size: int) -> None:
                 "torchrun": lambda: time_bare(model, batch_size),
                 "engine": lambda: time_cell(model, batch_size, client=client, scratch=Path(scratch)),
             }
-            # Each is first as often as the other: a host that warms or slows in a round favours neither.
+            # Each is first as often as the other, so that a host that slows during a round favours neither.
             turns = sorted(timings, reverse=number % 2 == 0)
             seconds = {name: timings[name]() for name in turns}
             logs.append(math.log(seconds["engine"] / seconds["torchrun"]))

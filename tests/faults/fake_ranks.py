@@ -26,14 +26,14 @@ from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits, RankJ
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-4c", cpu_model="test", cpu_cores=4, backend="gloo")
 LIMITS = MeasurementLimits(seconds_per_cell=10.0, timeout_s=60.0)
 
-#: Set by ``end_ranks``, which here stands for the kill of the rank's process.
+#: Set by ``end_ranks``, in place of killing the rank's process.
 _ended = threading.Event()
 _running: set[str] = set()
 
 
 def run_rank(job_json: str, rank: int) -> RankReport:
-    """A rank that meets its peers, sleeps, writes its rows and logs when it ran; the model says what goes wrong."""
-    # From now on the sweeps of this worker look for these ranks, and end them.
+    """A rank that waits for its peers, sleeps, writes its rows and logs when it ran; its model names its fault."""
+    # From now on the sweeps of this worker find these ranks and end them.
     gangs.end_ranks = end_ranks
     job = RankJob.from_json(job_json)
     scratch = Path(job.scratch)
@@ -63,7 +63,7 @@ def run_rank(job_json: str, rank: int) -> RankReport:
 
 
 def count_rows(cell: GridCell) -> int:
-    """How many rows all ranks of ``cell`` write: cells differ in it, so that no cell passes for another."""
+    """How many rows all ranks of ``cell`` write; cells differ in it, so that a mix-up is noticed."""
     return cell.world_size * (4 + cell.per_gpu_batch_size % 5)
 
 
@@ -134,7 +134,7 @@ def measure_all(address: str, folder: str, cells: int) -> None:
         "name": "fake", "models": ["mlp"], "precisions": ["fp32"], "gpus": [1], "batch_sizes": [1], "cells_at_once": 4,
         "data": str(data), "seconds_per_cell": 10, "timeout_per_cell": 60,
     })  # fmt: skip
-    # Of a plan, the settings and the environment are what a cell is measured by.
+    # A cell is measured by the plan's settings and environment alone.
     device: Any = SimpleNamespace(environment=ENVIRONMENT)
     plan = CampaignPlan(spec=spec, device=device, cells=())
     lock = threading.Lock()
@@ -176,7 +176,7 @@ def try_one(address: str, folder: str, model: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that workers can import what is sent to them.
+    # Imported under its own name, so that workers can import the functions that are sent to them.
     import fake_ranks
 
     if len(sys.argv) == 4:

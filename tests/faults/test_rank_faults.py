@@ -31,7 +31,7 @@ pytestmark = pytest.mark.faults
 
 MIB = 2**20
 
-#: A worker of the barest kind: it runs the jobs it is named, each in a thread, and stays.
+#: The simplest worker: it runs each of its jobs in a thread, and stays alive.
 WORKER = """
 import sys, threading, time
 from precision_time.tasks.processes.rank_process import run_rank
@@ -134,7 +134,7 @@ def test_a_fork_server_killed_in_mid_cell_fails_that_cell_alone(tmp_path, forks)
     assert run(tmp_path / "b", "scripted_ranks:ends")["cause"] == ""
     assert server_pid(forks) != killed
     for pid in family:
-        # A child in a session of its own, of a rank that the kernel ended, has no one left who knows of it.
+        # No process is left that knows the children in sessions of their own of a rank that the kernel ended.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

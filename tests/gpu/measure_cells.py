@@ -19,12 +19,12 @@ from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.gangs.record_cell import record_cell
 from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
-from precision_time.tasks.processes.profile_here import profile_here
+from precision_time.tasks.processes.rank_process import profile_here
 from precision_time.tasks.ranks.job import MeasurementLimits
 
 MODELS = {"resnet50": (32, 64, 128), "bert_base": (8, 16, 32), "gpt2": (2, 4, 8), "vit_b16": (16, 32, 64)}
 PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")
-#: A cell is some seconds of start and at most 4 of steps: one that takes 40 hangs.
+#: A cell starts in some seconds and takes at most 4 of steps; after 40 it hangs.
 LIMITS = MeasurementLimits(warmup_steps=5, measured_steps=15, seconds_per_cell=4.0, timeout_s=40.0)
 
 
@@ -56,7 +56,7 @@ def write_results(out: Path, rows: pa.Table, *, page: str) -> None:
 def make_page(
     outcomes: list[CellOutcome], rows: list[dict[str, Any]], *, report: ProbeReport, planned: int, took_s: float
 ) -> str:
-    """The results as Markdown: a line a cell, medians of the measured iterations among ``rows``."""
+    """The results as Markdown: one line per cell, with medians of the measured iterations among ``rows``."""
     rows = [row for row in rows if not row["is_warmup"]]
     environment = report.environment
     lines = [

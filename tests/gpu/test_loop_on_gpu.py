@@ -1,4 +1,4 @@
-"""On a GPU: what the timed loop reports against torch.profiler and against a loop without any timing in it."""
+"""The timed loop on a GPU, compared with torch.profiler and with a loop that times nothing."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ ROUNDS, ROUND_S = 6, 2.0
 
 
 class Subject:
-    """One model in training, by our loop and by hand."""
+    """One model, trained by our loop and by hand."""
 
     def __init__(self, device) -> None:
         from precision_time.predictor.setup.precision import parse_precision
@@ -62,7 +62,7 @@ def test_phases_agree_with_the_profiler(subject, profile_block, read_phases) -> 
         print(f"{phase}: loop {ours[phase]:.6f} s, profiler {traced[phase]:.6f} s, without it {alone[phase]:.6f} s")
     whole = sum(traced.values())
     for phase in PHASES:
-        # The optimizer is so short that its share of the iteration is what counts.
+        # The optimizer is so short that its error is compared with the whole iteration.
         assert abs(ours[phase] - traced[phase]) < 0.03 * max(traced[phase], whole / 3), phase
 
 
@@ -82,7 +82,7 @@ def test_timing_costs_no_more_than_a_hundredth(subject) -> None:
         return (time.perf_counter() - began) / count
 
     def timed() -> float:
-        # What a block does beside its steps (load, NVML, reading the marks) is done when the device has settled.
+        # The other work of a block (load, NVML, reading the marks) is done after the device has settled.
         seconds = run(lambda: subject.loop._step(synchronise=True))
         subject.loop.clock.reuse()
         return seconds
@@ -92,7 +92,7 @@ def test_timing_costs_no_more_than_a_hundredth(subject) -> None:
 
     pairs = []
     for number in range(ROUNDS):
-        # Each is first as often as the other: a clock that drifts favours neither.
+        # Each is first as often as the other, so that a drifting clock favours neither.
         first, second = (timed, plain) if number % 2 else (plain, timed)
         seconds = {first: first(), second: second()}
         pairs.append((seconds[timed], seconds[plain]))

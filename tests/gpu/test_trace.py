@@ -33,7 +33,7 @@ class Machine:
         self.host += 5.0
 
     def synchronise(self) -> None:
-        """The host waits; not a piece of work."""
+        """The host waits, which is no work of the device."""
         length = max(1.0, self.free - self.host)
         tie = {"correlation": next(self.correlations)}
         self.add("cuda_runtime", "cudaDeviceSynchronize", self.host, length, args=tie)
@@ -57,7 +57,7 @@ class Machine:
         self.span("forward", begin)
         self.host += 3.0
         begin = self.host
-        self.launch(1.0)  # the gradient of the loss itself, filled with ones by the thread that calls
+        self.launch(1.0)  # the gradient of the loss itself, filled with ones by the calling thread
         self.add("gpu_user_annotation", "backward", self.free - 1.0, 1.0, thread=7)
         self.launch(9.0, kind="gpu_memset", thread=AUTOGRAD)
         self.launch(backward - 10.0, thread=AUTOGRAD, by="cuda_driver")
@@ -77,7 +77,7 @@ def make_trace(*, steps: int = 4) -> Machine:
     for _ in range(steps):
         machine.step()
     machine.synchronise()
-    machine.launch(1.0)  # what looks at the loss, past the last step
+    machine.launch(1.0)  # reads the loss after the last step
     # Kineto writes events by thread and kind, not by time.
     machine.events.sort(key=lambda event: (event.get("cat", ""), -event["ts"]))
     return machine

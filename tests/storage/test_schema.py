@@ -38,7 +38,7 @@ MEASUREMENT = Measurement(
 
 
 def test_a_cell_id_is_16_hex_digits_and_stays_the_same_between_releases() -> None:
-    # Spelled out: files on disk carry these ids, so what enters the hash must never change by accident.
+    # Spelled out: files on disk have these ids, so the content of the hash must never change by accident.
     text = (
         '{"cell":{"model":"mlp","per_gpu_batch_size":8,"precision":"fp32","world_size":2},'
         '"environment":{"cpu_cores":2,"cpu_model":"x","device_type":"cpu","gpu":"cpu-x-2c"}}'
@@ -106,7 +106,7 @@ def test_every_run_option_is_a_field_with_the_first_choice_as_its_default() -> N
     [(CellOutcome, "6b2f73e6d590063a"), (IterationTiming, "003f3a23d93ba859"), (Measurement, "3f6bc2c2ffca2e62")],
 )
 def test_columns_keep_their_order_and_types(record: type, digest: str) -> None:
-    # Wherever a class has its fields from: a file on disk lists them like this.
+    # Files on disk have these columns, whichever class a field is inherited from.
     text = arrow_schema(record).to_string()
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 

@@ -1,4 +1,4 @@
-"""Workloads that go wrong in one way each; ranks load them as ``faulty_workloads:<name>``."""
+"""Workloads that fail in one way each; ranks load them as ``faulty_workloads:<name>``."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A campaign: what is refused before measuring, what is measured and in which order, and what a run leaves behind."""
+"""A campaign: refusals before measuring, the cells and their order, and the results of a run."""
 
 import io
 import time
@@ -37,7 +37,7 @@ Measure = Callable[[PlannedCell], CellOutcome]
 
 
 class RecordingMeasure:
-    """Notes which cells were asked for; those in ``failing`` fail with a cause."""
+    """Notes the measured cells; those in ``failing`` fail with a cause."""
 
     def __init__(self, failing: dict[str, str] | None = None) -> None:
         self.asked: list[str] = []
@@ -282,7 +282,7 @@ def test_the_time_left_is_unknown_before_the_first_cell_and_then_scales(
     progress = CampaignProgress(plan, stream=io.StringIO())
     assert progress.seconds_left is None
     progress.start_cell(plan.cells[0])
-    clock[0] = 20.0  # twice what was expected
+    clock[0] = 20.0  # twice the expected time
     progress.finish_cell(plan.cells[0], make_outcome(plan.cells[0]), is_last_attempt=True)
     assert progress.seconds_left == pytest.approx(7 * 20.0)
     progress.start_cell(plan.cells[1])

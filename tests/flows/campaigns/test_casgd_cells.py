@@ -1,4 +1,4 @@
-"""CA-SGD cells in campaigns: what a file may ask for, how they are planned, and what becomes of their ranks."""
+"""CA-SGD cells in campaigns: the checks of a file, the plan of their times, and the end of their ranks."""
 
 import os
 import re
@@ -177,7 +177,7 @@ class Campaign:
 
 
 def list_ranks() -> list[psutil.Process]:
-    """Every process that has to do with the ranks of a CA-SGD cell, mpiexec among them."""
+    """Every process of the ranks of a CA-SGD cell, with mpiexec."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -186,7 +186,7 @@ def list_ranks() -> list[psutil.Process]:
 
 
 def await_ranks(number: int, *, seconds: float = 60.0) -> list[psutil.Process]:
-    """The rank processes, once there are ``number``; and all of them gone for 0."""
+    """Wait until there are ``number`` rank processes, and return them; for 0 also mpiexec must have ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         ranks = [process for process in list_ranks() if not number or process.name().startswith("python")]

@@ -1,4 +1,4 @@
-"""The loop of a campaign: limits, retries, cells side by side, and what an interrupt stops when."""
+"""The loop over the cells of a campaign: limits, retries, cells side by side, and interrupts."""
 
 import io
 import signal

@@ -1,4 +1,4 @@
-"""CA-SGD cells over real MPI into the tables of campaigns, and a plan's samples as rows."""
+"""CA-SGD cells over real MPI into the tables of campaigns."""
 
 import os
 import platform
@@ -9,16 +9,12 @@ from itertools import product
 import pytest
 
 from precision_time.__main__ import run
-from precision_time.casgd.objectives import LOGISTIC
-from precision_time.casgd.plan import plan
 from precision_time.casgd.precision import POLICIES
-from precision_time.casgd.problem import Options, Problem
-from precision_time.casgd.schedules import Schedule
 from precision_time.storage.errors import InputError
 from precision_time.storage.schema import Environment, GridCell
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.casgd_cells import launch
-from precision_time.tasks.casgd_cells.cells import NO_CARD, CasgdCell, casgd_environment, to_measurement
+from precision_time.tasks.casgd_cells.cells import NO_CARD, CasgdCell, casgd_environment
 from precision_time.tasks.casgd_cells.profile import run_casgd_cell, run_casgd_cells
 from precision_time.tasks.publishing.train import take_snapshot
 from precision_time.tasks.ranks.job import MeasurementLimits, RankJob
@@ -128,23 +124,6 @@ def test_an_attempt_has_a_folder_of_its_own_and_leaves_other_files_alone(environ
     assert [receipt.status for receipt in receipts] == ["recorded", "recorded"]
     assert len({receipt.scratch for receipt in receipts}) == 2
     assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_a_plan_becomes_rows_of_the_common_table(environment):
-    import numpy as np
-
-    x = np.random.default_rng(0).standard_normal((256, 5))
-    problem = Problem(features=x, targets=np.where(x[:, 0] > 0, 1.0, -1.0), objective=LOGISTIC)
-    made = plan(problem, Options(batch_size=8, policy=POLICIES["paper"], schedule=Schedule(eta0=0.1)), budget_s=0.2)
-    rows = [to_measurement(sample, gpu=environment.gpu) for sample in made.samples]
-    assert {row.source for row in rows} == {"casgd"}
-    assert {(row.precision, row.strategy) for row in rows} == {("amp_bf16", "columns-paper")}
-    assert {row.per_gpu_batch_size for row in rows} == {2, 8, 16}
-    for row in rows:
-        phases = row.forward_time_s + row.backward_time_s + row.optimizer_time_s
-        assert phases == pytest.approx(row.iteration_time_s)
-        assert row.compute_time_s + row.communication_time_s == pytest.approx(row.iteration_time_s)
-    assert rows[0].iteration_time_s == pytest.approx(made.samples[0].s * made.samples[0].usual_step_s)
 
 
 def test_retraining_leaves_the_rows_out_and_counts_them(environment, measure, record, tmp_path):

@@ -251,7 +251,7 @@ def test_a_scratch_folder_that_cannot_be_made_is_no_failure_of_the_cell(client, 
 @pytest.mark.parametrize(
     ("visible", "devices"),
     [
-        (["0,1", "0,1", "0,1,2", "0,1,2"], ("0", "1", "0", "1")),  # plain workers: all see the same list
+        (["0,1", "0,1", "0,1,2", "0,1,2"], ("0", "1", "0", "1")),  # plain workers: all have the same list
         (["0,1", "1,0", "2,0", "0,2"], ("0", "1", "2", "0")),  # dask-cuda: a worker's own GPU comes first
         (["GPU-a", "GPU-b", "GPU-c", "GPU-d"], ("GPU-a", "GPU-b", "GPU-c", "GPU-d")),
         ([None, None, None, None], ("0", "1", "0", "1")),

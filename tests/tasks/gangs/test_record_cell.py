@@ -80,7 +80,7 @@ def test_a_failed_attempt_leaves_its_outcome_and_no_rows(dataset, receipt, tmp_p
     outcome = record_cell(dataset, failed)
     assert (outcome.status, outcome.cause, outcome.message, outcome.rows) == ("failed", "signal 9", "killed", 0)
     assert dataset.recorded_cells() == set()
-    assert (tmp_path / "scratch").exists()  # logs of a failure are worth a look
+    assert (tmp_path / "scratch").exists()  # the logs of a failure are kept
 
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.9])

@@ -1,4 +1,4 @@
-"""What all rows of a cell say together."""
+"""A cell judged by all of its rows."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_the_slowest_rank_of_a_step_makes_the_series():
 
 def test_a_change_too_late_to_measure_after_it_leaves_the_cell_unsettled():
     rows = mark_levels(rows_of([0.1] * 40 + [0.2] * 20, warmup=59))
-    assert cold_steps(rows) == list(range(40))  # the one measured step lies after the change
+    assert cold_steps(rows) == list(range(40))  # the only measured step is after the change
     never = mark_levels(rows_of([0.1 * 1.02**step for step in range(60)]))
     assert not any(row.is_settled for row in never)
 

@@ -1,4 +1,4 @@
-"""The probe of a model: what it measures and predicts, on a made-up machine and (``long``) against real runs here."""
+"""The probe of a model: its measurements and predictions, on a made-up machine and (``long``) against real runs."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ def _nothing_published(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def true_s(precision: str, batch: int) -> float:
-    """What an iteration of bert_mini takes on the made-up machine."""
+    """Seconds of an iteration of bert_mini on the made-up machine."""
     setup = TrainingSetup(
         workload=find_workload("bert_mini"), hardware=HARDWARE, precision=PRECISIONS[precision], world_size=1, nodes=1,
         batch_size=batch,
@@ -42,7 +42,7 @@ def true_s(precision: str, batch: int) -> float:
 
 
 class FakeTimer:
-    """Stands in for the measuring: three steps of each setting, the middle one true; some may fail."""
+    """Replaces the measuring: three steps of each setting, whose median is the true time; some settings may fail."""
 
     def __init__(self, failing: tuple[tuple[str, int], ...] = ()) -> None:
         self.failing, self.asked = failing, []

@@ -1,4 +1,4 @@
-"""How a worker holds its fork server, with stand-ins for the interpreter that fail in one way each."""
+"""The fork client, with stand-ins for the interpreter that fail in one way each."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from precision_time.tasks.processes.fork_client import ForkClient, RankRequest
 
 @pytest.fixture
 def interpreter(tmp_path, monkeypatch):
-    """Make ``sys.executable`` a script that notes each start and then does what the test says."""
+    """Make ``sys.executable`` a script that notes each start and then runs the commands of the test."""
 
     def use(text):
         script = tmp_path / "interpreter"

@@ -13,7 +13,7 @@ from precision_time.tasks.processes.process_families import kill_family
 from precision_time.tasks.ranks.rank import PARENT_VARIABLE
 from precision_time.tests.tasks.scripted_runs import lives, wait_until_gone
 
-#: A session with a child, a grandchild in a session of its own, and an orphan in the session; says their numbers.
+#: A session with a child, a grandchild in a session of its own, and an orphan in the session; prints their numbers.
 TREE = """
 import os, subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]

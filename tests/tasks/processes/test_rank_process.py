@@ -40,7 +40,7 @@ def forks(tmp_path_factory):
 @pytest.mark.parametrize("forked", ["", "0"])
 @pytest.mark.parametrize(("given", "left"), [("65536", None), ("131072", "131072")])
 def test_a_rank_allocates_as_outside_dask(tmp_path, forks, monkeypatch, given, left, forked):
-    """What Dask wants of its workers' memory made training on a CPU 1.45 times as slow."""
+    """Dask's memory setting for its workers made training on a CPU 1.45 times as slow."""
     wanted = dask.config.get("distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_")
     assert str(wanted) == "65536"
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", given)

@@ -45,7 +45,7 @@ def test_fp32_switches_every_tf32_mode_off():
 
 def test_convolutions_in_tf32_beside_products_in_fp32_are_no_fp32(monkeypatch):
     class Deaf:
-        """As cuDNN's switches where something else has turned them."""
+        """cuDNN's switches, turned by something else."""
 
         allow_tf32 = property(lambda self: True, lambda self, value: None)
 

@@ -37,7 +37,7 @@ class Work:
 
 
 def sum_of_two(values, op=None, *, async_op=False):
-    """An all-reduce of two ranks that hold the same."""
+    """An all-reduce of two ranks with equal values."""
     if op != torch.distributed.ReduceOp.AVG:
         values.mul_(2)
     return Work(values)
@@ -170,7 +170,7 @@ for dtype in formats:
         if hooked:
             parallel.register_comm_hook(FlightLog(HostClock(), 2, averaged=averaged), log_bucket)
         torch.manual_seed(rank)
-        # biases of the last layer get 40,000 on each rank: their sum is more than fp16 holds
+        # biases of the last layer get 40,000 on each rank: their sum overflows in fp16
         loss = parallel(torch.randn(5, 64, dtype=dtype)).sum(dim=0) * 8000
         loss.sum().backward()
         gradients.append([parameter.grad for parameter in module.parameters()])
@@ -179,7 +179,7 @@ results.append(equal)
 with open(f"{folder}/{rank}.json", "w") as file:
     file.write(json.dumps(results))
 dist.barrier()
-os._exit(0)  # as ranks end: gloo may abort while it is taken down
+os._exit(0)  # as ranks end: gloo may abort during its teardown
 """
 
 
@@ -197,7 +197,7 @@ def test_two_ranks_send_what_ddp_sends_and_half_as_much_when_gradients_are_compr
         assert same_buckets
         # The backward pass returns when its last bucket has landed.
         assert 0 < landing_s <= backward_s
-    # Bit for bit what DDP does without a hook, and fp16 is divided before it is summed.
+    # Bit for bit the result of DDP without a hook, and fp16 is divided before it is summed.
     assert equal == {
         "torch.float32": [True, True, 40_000.0],
         "torch.float64": [True, True, 40_000.0],

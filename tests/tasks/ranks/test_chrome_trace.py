@@ -1,4 +1,4 @@
-"""Steps traced after a cell was measured: what lies in the trace, the cap on it, and what it tells."""
+"""Steps traced after a cell is measured: the content of the trace, its size limit, and exposed communication by it."""
 
 import gzip
 import json
@@ -72,7 +72,7 @@ def test_a_profiler_that_fails_costs_the_trace_and_no_step(
     loop = make_loop()
     path = tmp_path / "trace.json"
     assert sample_trace(loop, TraceLimits(steps=3, max_bytes=MANY), path=path) == TraceSample(truncated=True)
-    # Of the first trace: the other ranks take these steps too.
+    # The steps of the first trace, which the other ranks take too.
     assert loop.workload.module.calls == WARMUP_STEPS + 1
     assert "CUPTI is held by another tool" in capsys.readouterr().err
     assert not path.exists()

@@ -1,4 +1,4 @@
-"""What else the machine did while a block ran."""
+"""Conditions of a block: the CPU time of other processes and machines, load, and the GPU."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_a_system_without_such_counters_gives_none(tmp_path, text):
 
 
 def watch_over(monkeypatch, readings, *, load=0.5, ranks_here=1, monitor=None):
-    """A watch on a machine of 2 cores: ``readings`` are (at, busy, steal, own) in seconds."""
+    """The conditions on a machine of 2 cores: ``readings`` are (at, busy, steal, own) in seconds."""
     replies = iter([CpuTimes(at=at, total_s=2 * at, busy_s=busy, steal_s=steal, own_s=own)
                     for at, busy, steal, own in readings])  # fmt: skip
     monkeypatch.setattr(conditions, "read_cpu_times", lambda: next(replies))

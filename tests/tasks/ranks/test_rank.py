@@ -27,7 +27,7 @@ from precision_time.tests.tasks.builders import CELL, ENVIRONMENT, rows_of
 
 
 class CompilerError(RuntimeError):
-    """As inductor raises them."""
+    """An error as inductor raises it."""
 
     __module__ = "torch._inductor.exc"
 

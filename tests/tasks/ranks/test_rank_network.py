@@ -1,4 +1,4 @@
-"""By which network interface the ranks of a cell on several hosts meet."""
+"""The network interface that the ranks of a cell on several hosts use."""
 
 import json
 import os
@@ -25,7 +25,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
-        # Set first, so that what the test sets is taken away again.
+        # Set first, so that monkeypatch removes the values of the test again.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -87,7 +87,7 @@ def test_a_name_that_leads_nowhere_here_chooses_nothing(monkeypatch: pytest.Monk
     assert chosen() == [None, None]
 
 
-#: A rank whose host has a name that leads nowhere; it joins, sums up, and says what it chose.
+#: A rank that joins, sums up a tensor, and prints the interface that it chose.
 RANK = """
 import os, socket, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Options of a cell: each is put in force, or refused with the reason."""
+"""Run options of a cell: each is put in force, or refused with a reason."""
 
 from dataclasses import replace
 
@@ -149,7 +149,7 @@ def test_compiling_nothing_is_no_compilation(monkeypatch):
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(options, "_compiler_missing", lambda device: None)
-    # The eager backend takes the same way through torch.compile, without a minute of C++.
+    # The eager backend runs the same code of torch.compile, without a minute of C++.
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module: real(module, backend="eager"))
     monkeypatch.setitem(counters, "stats", counters.default_factory())

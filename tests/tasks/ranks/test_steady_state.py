@@ -57,7 +57,7 @@ def test_measured_blocks_fit_into_the_time_that_is_left():
     assert pair_size(0, elapsed_s=0.0, **sizes) == 5
     assert pair_size(18, elapsed_s=0.0, **sizes) == 2
     assert pair_size(20, elapsed_s=0.0, **sizes) == 0
-    # 10 s hold two blocks of 5 steps, of which the first of each is thrown away.
+    # Two blocks of 5 steps fit into 10 s, and the first step of each is thrown away.
     assert pair_size(5, elapsed_s=50.0, **sizes) == 4
     assert pair_size(5, elapsed_s=59.0, **sizes) == 0
 
