@@ -90,7 +90,7 @@ def campaign(
         say("interrupted; recorded cells are kept; run the campaign again to measure the others")
         raise
     if result.status != "complete":
-        from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES
+        from precision_time.tasks.ranks.job import REFUSAL_CAUSES
 
         causes = [f"{cell.label}: {cell.cause}" for cell in result.failed[:10]]
         refused = [cell for cell in result.failed if cell.cause in REFUSAL_CAUSES]

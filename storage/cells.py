@@ -1,4 +1,4 @@
-"""GridCell and its Environment: what a cell is, and the name that both give it."""
+"""A cell of the grid, the environment that it runs in, and the identity that both make together."""
 
 import hashlib
 import json
@@ -6,13 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from precision_time.storage.errors import InputError
+from precision_time.storage.run_options import RUN_OPTIONS, RunOptions
 
-__all__ = ["CHECKPOINTING", "COMPRESSION", "OPTIONS", "Environment", "GridCell"]
-
-#: Fields of a cell that say how the same training is run: axes of the grid, columns of every row.
-OPTIONS = ("channels_last", "compiled", "checkpointing", "fused_optimizer", "compression")
-CHECKPOINTING = ("none", "full")
-COMPRESSION = ("none", "fp16", "bf16")
+__all__ = ["Environment", "GridCell"]
 
 
 def _positive_integer(name: str, value: object, *, at_least: int = 1) -> None:
@@ -22,7 +18,7 @@ def _positive_integer(name: str, value: object, *, at_least: int = 1) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The machine and software of a cell, as far as they may change a timing.
+    """The machine and software of a cell, as far as they may change its times.
 
     ``gpu`` is the hardware name (``predictor/data/gpus.toml``); on a CPU it is ``cpu-<model>-<cores>c``.
     """
@@ -39,15 +35,8 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GridCell:
-    """One point of the grid: model x precision x world size x batch, on one kind of machine.
-
-    ``precision`` is a canonical name; ``per_gpu_batch_size`` counts the samples of one rank in one micro-step.
-    The options are plain eager training by default: ``channels_last`` memory, ``compiled`` by torch.compile,
-    ``checkpointing`` of activations (``none`` or ``full``), ``fused_optimizer``, ``compression`` of the gradients on
-    the wire (``none``, ``fp16``, ``bf16``). Raises ``InputError`` for a number that is not a positive integer, an empty
-    name, or an option that is none.
-    """
+class _CellFields:
+    """Fields of a cell before those of the run options."""
 
     model: str
     precision: str
@@ -56,11 +45,16 @@ class GridCell:
     gradient_accumulation_steps: int = 1
     strategy: str = "ddp"
     nodes: int = 1
-    channels_last: bool = False
-    compiled: bool = False
-    checkpointing: str = "none"
-    fused_optimizer: bool = False
-    compression: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridCell(RunOptions, _CellFields):
+    """One point of the grid: model x precision x world size x batch x run options, on one kind of machine.
+
+    ``precision`` is a canonical name; ``per_gpu_batch_size`` counts the samples of one rank in one micro-step.
+    Raises ``InputError`` for a number that is not a positive integer, an empty name, or a value that is no choice of
+    its run option.
+    """
 
     def __post_init__(self) -> None:
         for name in ("world_size", "per_gpu_batch_size", "gradient_accumulation_steps", "nodes"):
@@ -69,18 +63,14 @@ class GridCell:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise InputError(f"{name} is not usable", got=repr(value), expected="a name")
-        choices: dict[str, tuple[bool | str, ...]] = {
-            "channels_last": (False, True),
-            "compiled": (False, True),
-            "checkpointing": CHECKPOINTING,
-            "fused_optimizer": (False, True),
-            "compression": COMPRESSION,
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known or type(value) is not type(known[0]):
+        for option in RUN_OPTIONS:
+            value = getattr(self, option.name)
+            # 1 and 0 equal True and False.
+            if value not in option.choices or type(value) is not type(option.default):
                 raise InputError(
-                    f"{name} is not usable", got=repr(value), expected=f"one of {', '.join(str(one) for one in known)}"
+                    f"{option.name} is not usable",
+                    got=repr(value),
+                    expected=f"one of {', '.join(map(str, option.choices))}",
                 )
         if self.world_size % self.nodes:
             raise InputError(
@@ -96,22 +86,18 @@ class GridCell:
 
     @property
     def label(self) -> str:
-        """Short text for logs and tables, e.g. ``resnet50 amp_bf16 x8 b32``; what is not the default follows."""
+        """Short text for logs and tables, e.g. ``resnet50 amp_bf16 x8 b32``, followed by what is not the default."""
         words = [self.model, self.precision, f"x{self.world_size}", f"b{self.per_gpu_batch_size}"]
         words += [f"a{self.gradient_accumulation_steps}"] if self.gradient_accumulation_steps > 1 else []
         words += [self.strategy] if self.strategy != "ddp" else []
-        words += ["channels-last"] if self.channels_last else []
-        words += ["compiled"] if self.compiled else []
-        words += [f"{self.checkpointing}-checkpointing"] if self.checkpointing != "none" else []
-        words += ["fused-optimizer"] if self.fused_optimizer else []
-        words += [f"{self.compression}-compression"] if self.compression != "none" else []
+        words += [word for option in RUN_OPTIONS if (word := option.label(getattr(self, option.name)))]
         return " ".join(words)
 
     def cell_id(self, environment: Environment) -> str:
-        """16 hex digits: the content hash of the cell and its environment, without the attempt.
+        """The identity of the cell in ``environment``: 16 hex digits, a hash of the fields of both.
 
-        Fields at their default are left out of the hash, so a later schema can add one and recorded cells keep
-        their names.
+        Fields at their default are left out of the hash, so that recorded cells keep their identity when a later schema
+        adds a field.
         """
         content = {"cell": _stated(self), "environment": _stated(environment)}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))

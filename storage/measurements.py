@@ -1,61 +1,63 @@
-"""From iterations to measurements: one row per cell, by the slowest rank of each step and the median over steps."""
+"""Turn iterations into measurements: one per cell, by the slowest rank of each step and the median over steps."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from precision_time.storage.schema import OPTIONS, Measurement
+from precision_time.storage.run_options import RUN_OPTIONS
+from precision_time.storage.schema import Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MAX_ITERATION_TIME_S", "measure_cells"]
+__all__ = ["MAX_ITERATION_TIME_S", "derive_measurements"]
 
-#: a longer iteration is a fault of the clock or of the unit, not a time
+#: A longer iteration is an error of the clock or of the unit.
 MAX_ITERATION_TIME_S = 86_400.0
 
+_EXPOSED = ("exposed_communication_s", "exposed_after_backward_s")
 _PARTS = (
     "forward_time_s",
     "backward_time_s",
     "optimizer_time_s",
     "compute_time_s",
     "communication_time_s",
-    "exposed_communication_s",
     "isolated_communication_s",
-    "exposed_after_backward_s",
+    *_EXPOSED,
 )
 _CONDITIONS = ("gpu_clock_hz", "power_w", "temperature_c")
-_DESCRIPTION = (
-    "model",
-    "task_input",
-    "gpu",
-    "nodes",
-    "world_size",
-    "effective_precision",
-    "strategy",
-    "per_gpu_batch_size",
-    "gradient_accumulation_steps",
-    "framework",
-    "model_params",
-    *OPTIONS,
-)
+#: The columns that are the same in all rows of a cell, with their types: those of a frame are NumPy's own.
+_DESCRIPTION: dict[str, type] = {
+    "model": str,
+    "task_input": str,
+    "gpu": str,
+    "nodes": int,
+    "world_size": int,
+    "effective_precision": str,
+    "strategy": str,
+    "per_gpu_batch_size": int,
+    "gradient_accumulation_steps": int,
+    "framework": str,
+    "model_params": int,
+    **{option.name: type(option.default) for option in RUN_OPTIONS},
+}
 _MARKS = ("is_cold", "is_settled", "throttled", "contended", "energy_j")
 _STEP = ["cell_id", "step"]
 
 
-def measure_cells(
+def derive_measurements(
     timings: pa.Table, *, forward_flops: Mapping[str, float]
 ) -> tuple[list[Measurement], list[tuple[str, str]]]:
     """One measurement per cell of ``timings``, sorted by cell, and (cell id, reason) of what was left out.
 
     Of each measured step (not warm-up, not skipped by loss scaling on any rank) the rank with the longest iteration
     counts, with all its parts, so that they still add up; then the median over steps is taken, part by part. Exposed
-    communication is a difference of two noisy times and may be negative in a row; its medians are not let below 0.
-    A step is left out whole when a rank is missing or has no usable time. Of a cell whose level changed while it was
-    measured (``is_cold``) only the steps after the change count; the median before it is reported beside. Conditions
-    are medians over ranks and steps, energy is summed over ranks. ``forward_flops`` maps models to FLOPs of the forward
-    pass of one sample.
+    communication is a difference of two noisy times and may be negative in a row; its medians are at least 0. A step
+    counts on no rank when one is missing or has no usable time. After a change of level while a cell was measured
+    (``is_cold``) only the steps after it count; the median before it is a field of its own. Conditions are medians over
+    ranks and steps, energy is summed over ranks. ``forward_flops`` maps models to FLOPs of the forward pass of one
+    sample.
     """
     columns = [*_STEP, "rank", "is_warmup", "step_skipped", "iteration_time_s", "peak_memory_bytes", *_MARKS]
     rows = timings.select([*columns, *_PARTS, *_CONDITIONS, *_DESCRIPTION]).to_pandas()
@@ -78,7 +80,7 @@ def measure_cells(
     order = [*_STEP, "iteration_time_s", "rank"]
     slowest = rows.sort_values(order, ascending=[True, True, False, True]).drop_duplicates(_STEP)
     by_cell = slowest.groupby("cell_id", observed=True)
-    beside = _Beside(rows)
+    side_figures = _SideFigures(rows)
     medians = by_cell[["iteration_time_s", *_PARTS]].median()
     quartiles = by_cell["iteration_time_s"].quantile([0.25, 0.75]).unstack()
     counts = by_cell.size()
@@ -87,62 +89,45 @@ def measure_cells(
     problems += [(cell, "no measured step") for cell in cells if cell not in counts.index]
     measurements = []
     for cell in sorted(counts.index):
-        what, median = described.loc[cell], medians.loc[cell]
+        description = {name: kind(described.at[cell, name]) for name, kind in _DESCRIPTION.items()}
+        precision = description.pop("effective_precision")
+        median = medians.loc[cell]
         time_s = float(median["iteration_time_s"])
+        parts_s: dict[str, Any] = {name: _number(median[name]) for name in _PARTS}
+        exposed_s = {name: max(0.0, part_s) for name in _EXPOSED if (part_s := parts_s[name]) is not None}
         measurements.append(
             Measurement(
                 source="campaign",
-                model=str(what["model"]),
-                task_input=str(what["task_input"]),
-                gpu=str(what["gpu"]),
-                nodes=int(what["nodes"]),
-                world_size=int(what["world_size"]),
-                precision=str(what["effective_precision"]),
-                strategy=str(what["strategy"]),
-                per_gpu_batch_size=int(what["per_gpu_batch_size"]),
-                gradient_accumulation_steps=int(what["gradient_accumulation_steps"]),
-                framework=str(what["framework"]),
+                cell_id=str(cell),
+                precision=precision,
+                **description,
                 iteration_time_s=time_s,
-                forward_time_s=_number(median["forward_time_s"]),
-                backward_time_s=_number(median["backward_time_s"]),
-                optimizer_time_s=_number(median["optimizer_time_s"]),
-                compute_time_s=_number(median["compute_time_s"]),
-                communication_time_s=_number(median["communication_time_s"]),
-                exposed_communication_s=_not_below_0(median["exposed_communication_s"]),
+                **parts_s | exposed_s,
                 relative_iqr=float(quartiles.loc[cell, 0.75] - quartiles.loc[cell, 0.25]) / time_s,
                 iterations=int(counts[cell]),
                 peak_memory_bytes=int(memory[cell]),
-                model_params=int(what["model_params"]),
-                forward_flops_per_sample=forward_flops.get(str(what["model"])),
-                cell_id=str(cell),
-                channels_last=bool(what["channels_last"]),
-                compiled=bool(what["compiled"]),
-                checkpointing=str(what["checkpointing"]),
-                fused_optimizer=bool(what["fused_optimizer"]),
-                compression=str(what["compression"]),
+                forward_flops_per_sample=forward_flops.get(description["model"]),
                 cold_iteration_time_s=cold_times.get(str(cell)),
-                isolated_communication_s=_number(median["isolated_communication_s"]),
-                exposed_after_backward_s=_not_below_0(median["exposed_after_backward_s"]),
                 skipped_steps=int(skipped_steps.get(cell, 0)),
-                **beside.of(cell),
+                **side_figures.of(cell),
             )
         )
     return measurements, sorted(problems)
 
 
-class _Beside:
-    """What stands beside the times of a cell, from the rows of all ranks in the steps that count."""
+class _SideFigures:
+    """Skew, energy and conditions of cells, from the rows of all ranks in the steps that count."""
 
     def __init__(self, rows: "pd.DataFrame") -> None:
         self._cells = rows.groupby("cell_id", observed=True)
         waits = rows.groupby(_STEP, observed=True)["communication_time_s"]
-        # A rank without a time leaves no difference, and no shortest, that means anything.
+        # Without the times of all ranks neither the difference nor the shortest has a meaning.
         complete = waits.count() == waits.size()
         spread, shortest = (waits.max() - waits.min()).where(complete), waits.min().where(complete)
         self._skew = spread.groupby("cell_id", observed=True).median()
         self._transfer = shortest.groupby("cell_id", observed=True).median()
         self._conditions = self._cells[list(_CONDITIONS)].median()
-        # Every rank's own figure is the same in all its rows; the sum is unknown where one is.
+        # A rank has the same figure in all its rows; the sum over ranks is unknown where one of them is.
         energy = rows.groupby(["cell_id", "rank"], observed=True)["energy_j"].median()
         self._energy = energy.groupby("cell_id", observed=True).sum(min_count=1)
         self._energy_known = energy.notna().groupby("cell_id", observed=True).all()
@@ -164,14 +149,14 @@ class _Beside:
 
 
 def _cold_times(rows: "pd.DataFrame") -> dict[str, float]:
-    """The median over cold steps (warm-up ones too) of the slowest rank, of the cells that have any."""
+    """By cell, the median over its cold steps (warm-up included) of the slowest rank; without cells that have none."""
     cold = rows[rows["is_cold"].fillna(False).astype(bool) & ~rows["step_skipped"]]
     slowest = cold.groupby(_STEP, observed=True)["iteration_time_s"].max()
     return {str(cell): float(value) for cell, value in slowest.groupby("cell_id", observed=True).median().items()}
 
 
 def _anywhere_in_step(rows: "pd.DataFrame", marked: "pd.Series[bool]") -> "pd.Series[bool]":
-    """``marked``, spread to all ranks of the steps it hits."""
+    """``marked`` on all ranks of every step in which it marks one."""
     return marked.groupby([rows[name] for name in _STEP], observed=True).transform("any").astype(bool)
 
 
@@ -184,8 +169,3 @@ def _number(value: Any) -> float | None:
     import pandas as pd
 
     return None if pd.isna(value) else float(value)  # no row of the cell has this part
-
-
-def _not_below_0(value: Any) -> float | None:
-    number = _number(value)
-    return None if number is None else max(0.0, number)

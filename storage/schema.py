@@ -1,4 +1,4 @@
-"""What one row and one outcome are: the records on disk, their Arrow schemas, and their version."""
+"""The records on disk (rows, outcomes, measurements), their Arrow schemas, and the version of these."""
 
 import math
 import types
@@ -6,16 +6,14 @@ import typing
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from precision_time.storage.cells import CHECKPOINTING, COMPRESSION, OPTIONS, Environment, GridCell
+from precision_time.storage.cells import Environment, GridCell
 from precision_time.storage.errors import InputError
+from precision_time.storage.run_options import RunOptions
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
-    "CHECKPOINTING",
-    "COMPRESSION",
-    "OPTIONS",
     "ROW_VERSION",
     "SCHEMA_VERSION",
     "CellOutcome",
@@ -29,7 +27,7 @@ __all__ = [
 
 #: Of artifacts.
 SCHEMA_VERSION = 1
-#: Of rows. 2: options of the run, conditions, energy, regimes. 3: bucket sizes, both TF32 switches, exposed
+#: Of rows. 2: run options, conditions, energy, levels. 3: bucket sizes, both TF32 switches, exposed
 #: communication by the last bucket and by a trace, input mode, versions of the tool and of the model's code. Files of
 #: earlier versions are read with defaults and nulls.
 ROW_VERSION = 3
@@ -38,14 +36,8 @@ CellStatus = Literal["recorded", "failed", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellOutcome:
-    """One attempt at one cell, failed ones too.
-
-    ``cause`` is empty when recorded, else a short stable word. Refused: ``precision-unsupported``,
-    ``strategy-unsupported``, ``option-unsupported``. Failed: ``exception``, ``exit code N``, ``signal N``,
-    ``memory-limit``, ``timed out``, ``corrupt fragment``, ``lost contact``, ``nan loss``, ``environment changed``,
-    ``throttled``, ``contended``, ``unsteady``, ``no usable step``.
-    """
+class _OutcomeColumns:
+    """Columns of an outcome before those of the run options."""
 
     cell_id: str
     attempt: int
@@ -64,47 +56,24 @@ class CellOutcome:
     host: str
     started_at: float
     duration_s: float
-    channels_last: bool = False
-    compiled: bool = False
-    checkpointing: str = "none"
-    fused_optimizer: bool = False
-    compression: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellOutcome(RunOptions, _OutcomeColumns):
+    """The outcome of one attempt at one cell.
+
+    ``cause`` is empty when it was recorded, else a short stable word. Refused: ``precision-unsupported``,
+    ``strategy-unsupported``, ``option-unsupported``. Failed: ``exception``, ``exit code N``, ``signal N``,
+    ``memory-limit``, ``timed out``, ``corrupt fragment``, ``lost contact``, ``nan loss``, ``environment changed``,
+    ``throttled``, ``contended``, ``unsteady``, ``no usable step``.
+    """
+
     schema_version: int = ROW_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterationTiming:
-    """One iteration of one rank. Times are seconds of a monotonic clock; ``recorded_at`` is Unix time.
-
-    ``compute_time_s`` is the same iteration under ``no_sync`` (a paired measurement of an alternating block),
-    ``communication_time_s`` the union of the intervals in which a bucket was in flight, and
-    ``exposed_communication_s`` the backward time with synchronisation minus the backward time without; noise can
-    make that difference slightly negative, and it is stored as measured. The three are null in warm-up rows.
-    ``loss_scale`` is null without loss scaling; ``step_skipped`` marks an optimizer step that GradScaler left out.
-    ``peak_memory_bytes`` is allocated device memory on CUDA and peak resident memory of the process on a CPU.
-    ``is_steady`` says whether the cell passed the steady-state test before measuring (else the cap ended warm-up).
-
-    ``bucket_bytes`` are bytes on the wire, compressed if they are. ``isolated_communication_s`` is an all-reduce of the
-    same buckets with nothing beside it, measured once per cell. ``is_cold`` marks steps before the last change of
-    level in the series of the cell's slowest rank, and ``is_settled`` says whether that series came to rest after it.
-    Conditions are those of the block of steps that the row is one of: ``gpu_clock_hz`` to ``throttle_reasons`` by NVML
-    (null without it; ``throttled`` by heat or hardware, an ordinary power cap is only among the reasons),
-    ``other_cpu_share`` the share of the host's CPU time that processes other than the cell's ranks took,
-    ``steal_share`` what its hypervisor gave to others, ``contended`` whether one of these or the load average was
-    beyond its bound. ``energy_j`` is this rank's GPU over one measured iteration; null with the reason beside it.
-    In files of version 1 all of these are null or at their defaults.
-
-    Since version 3, and null in earlier files: ``bucket_sizes`` are the bytes on the wire of each bucket in the order
-    they were sent, joined by commas, and the empty text where nothing is sent. ``exposed_after_backward_s`` is exposed
-    communication in another way: from the begin of the backward pass that sends to the landing of its last bucket, less
-    the same backward pass under ``no_sync``; like the first it may be slightly negative, and it is null in warm-up.
-    ``cudnn_allow_tf32`` is the TF32 switch of convolutions (``float32_matmul_precision`` is that of products).
-    ``input_mode`` is ``synthetic`` for a batch that is made once and stays on the device. ``tool_version`` is the
-    version of this package that measured; it is no part of the cell's identity. ``code_sha256`` is the digest of the
-    source file that a model of the user's own comes from, null for a named one. ``trace_truncated`` says whether a cap
-    left steps out of the cell's trace, null where none was asked for; ``traced_exposed_s`` is exposed communication a
-    third way, of one step of rank 0 by that trace: what kernels of NCCL took while no other kernel ran.
-    """
+class _IterationColumns:
+    """Columns of an iteration before those of the run options: what version 1 had."""
 
     # the cell
     cell_id: str
@@ -152,12 +121,42 @@ class IterationTiming:
     host: str
     load_average: float
     recorded_at: float
-    # how the same training was run
-    channels_last: bool = False
-    compiled: bool = False
-    checkpointing: str = "none"
-    fused_optimizer: bool = False
-    compression: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationTiming(RunOptions, _IterationColumns):
+    """One iteration of one rank. Times are seconds of a monotonic clock; ``recorded_at`` is Unix time.
+
+    ``compute_time_s`` is the time of the same iteration under ``no_sync`` (paired steps of alternating blocks),
+    ``communication_time_s`` the union of the intervals in which a bucket was in flight, and
+    ``exposed_communication_s`` the backward time with synchronisation minus the backward time without; noise can
+    make that difference slightly negative, and it is stored as measured. The three are null in warm-up rows.
+    ``loss_scale`` is null without loss scaling; ``step_skipped`` marks an optimizer step that GradScaler left out.
+    ``peak_memory_bytes`` is allocated device memory on CUDA and peak resident memory of the process on a CPU.
+    ``is_steady`` says whether the cell passed the steady-state test before measuring (else the cap ended warm-up).
+
+    ``bucket_bytes`` are bytes on the wire, after compression. ``isolated_communication_s`` is an all-reduce of the
+    same buckets with nothing beside it, measured once per cell. ``is_cold`` marks steps before the last change of
+    level in the series of the cell's slowest rank, and ``is_settled`` says whether that series settled after it.
+    Conditions are those of the block of steps that the row belongs to: ``gpu_clock_hz`` to ``throttle_reasons`` by NVML
+    (null without it; ``throttled`` by heat or hardware, while an ordinary power cap is only among the reasons),
+    ``other_cpu_share`` the share of the host's CPU time that processes other than the cell's ranks took,
+    ``steal_share`` the share that its hypervisor gave to other machines, ``contended`` whether one of these or the load
+    average was above its bound. ``energy_j`` is the energy of this rank's GPU in one measured iteration; null with the
+    reason in ``energy_reason``. In files of version 1 all of these are null or at their defaults.
+
+    Since version 3, and null in earlier files: ``bucket_sizes`` are the bytes on the wire of each bucket in the order
+    of sending, joined by commas; empty where nothing is sent. ``exposed_after_backward_s`` is a second estimate of
+    exposed communication: from the begin of the backward pass that sends to the landing of its last bucket, minus the
+    same backward pass under ``no_sync``; it also may be slightly negative, and is null in warm-up. ``cudnn_allow_tf32``
+    is the TF32 switch of convolutions (``float32_matmul_precision`` is that of products). ``input_mode`` is
+    ``synthetic`` for a batch that is made once and stays on the device. ``tool_version`` is the version of this package
+    that measured; it is no part of the cell's identity. ``code_sha256`` is the digest of the source file of a user's
+    own model, null for a named one. ``trace_truncated`` says whether a limit left steps out of the cell's trace, null
+    without a trace; ``traced_exposed_s`` is a third estimate of exposed communication, of one step of rank 0 by that
+    trace: the time in which kernels of NCCL ran and no other kernel.
+    """
+
     # since version 2
     isolated_communication_s: float | None = None
     is_cold: bool | None = None
@@ -185,20 +184,8 @@ class IterationTiming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """One measured training configuration: what campaigns and public tables share, and predictors learn from.
-
-    ``iteration_time_s`` is the median over measured steps of the slowest rank, of those after the last change of level
-    where there was one; ``cold_iteration_time_s`` is the median of all steps before it, None without a change, and
-    ``settled`` whether the series came to rest. Parts that were not measured are None. ``relative_iqr`` is the
-    interquartile range of the iteration time over its median. ``skew_s`` is the median over steps of the longest
-    minus the shortest communication of the ranks: a bucket lands on all ranks at about the same time, so the rank that
-    waits longest is early by that much (clocks of several hosts need not agree). ``transfer_time_s`` is the median over
-    steps of that shortest communication: the rank that comes last waits for nobody, so its buckets only travel.
-    ``exposed_after_backward_s`` is the other exposed communication of ``IterationTiming``. ``skipped_steps`` were left
-    out by loss scaling. ``energy_j`` is one iteration of all GPUs together. ``throttled_share`` and
-    ``contended_share`` are shares of the measured steps.
-    """
+class _MeasurementColumns:
+    """Fields of a measurement before those of the run options."""
 
     source: str
     model: str
@@ -224,11 +211,24 @@ class Measurement:
     model_params: int | None = None
     forward_flops_per_sample: float | None = None
     cell_id: str = ""
-    channels_last: bool = False
-    compiled: bool = False
-    checkpointing: str = "none"
-    fused_optimizer: bool = False
-    compression: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement(RunOptions, _MeasurementColumns):
+    """One measured training configuration, of a campaign or a public table; predictors learn from these.
+
+    ``iteration_time_s`` is the median over measured steps of the slowest rank, after a change of level only of the
+    steps after it; ``cold_iteration_time_s`` is the median of all steps before it, None without a change, and
+    ``settled`` says whether the series settled. Parts that were not measured are None. ``relative_iqr`` is the
+    interquartile range of the iteration time over its median. ``skew_s`` is the median over steps of the longest
+    minus the shortest communication of the ranks: a bucket lands on all ranks at about the same time, so the rank that
+    waits longest is early by that much (clocks of several hosts need not agree). ``transfer_time_s`` is the median over
+    steps of that shortest communication, of the rank that comes last: it waits for no other, so this is pure transfer.
+    ``exposed_after_backward_s`` is the second estimate of ``IterationTiming``. ``skipped_steps`` counts the steps that
+    loss scaling left out. ``energy_j`` is the energy of all GPUs in one iteration. ``throttled_share`` and
+    ``contended_share`` are shares of the measured steps.
+    """
+
     cold_iteration_time_s: float | None = None
     settled: bool | None = None
     isolated_communication_s: float | None = None
@@ -254,9 +254,9 @@ class Measurement:
 
     @property
     def configuration(self) -> tuple[str | int, ...]:
-        """What folds are made of: replicates of one configuration never straddle two folds.
+        """The group of a measurement for folds: replicates of one configuration are always in the same fold.
 
-        Options at their defaults are left out, as they are of ``cell_id``.
+        Run options at their defaults are left out, as in ``cell_id``.
         """
         return (
             self.model,
@@ -269,14 +269,14 @@ class Measurement:
             self.per_gpu_batch_size,
             self.gradient_accumulation_steps,
             self.framework,
-            *(f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) not in (False, "none")),
+            *(f"{name}={value}" for name, value in self.changed_options.items()),
         )
 
 
 def arrow_schema(record: type) -> "pa.Schema":
     """The Arrow schema of a record class: one column per field, nullable where the field may be None.
 
-    Text is dictionary-encoded: environment columns repeat on every row and cost nothing so.
+    Text is dictionary-encoded, so that environment columns, which repeat on every row, cost nothing.
     """
     import pyarrow as pa
 
@@ -290,7 +290,7 @@ def arrow_schema(record: type) -> "pa.Schema":
     columns = []
     for entry in fields(record):
         hint = hints[entry.name]
-        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        plain = next(option for option in options if option is not type(None))
-        columns.append(pa.field(entry.name, column_types[plain], nullable=type(None) in options))
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        plain = next(kind for kind in kinds if kind is not type(None))
+        columns.append(pa.field(entry.name, column_types[plain], nullable=type(None) in kinds))
     return pa.schema(columns, metadata={"precision_time.schema_version": str(ROW_VERSION), "record": record.__name__})

@@ -17,9 +17,10 @@ from precision_time.storage.documents import MAX_JSON_BYTES, dump_json, parse_js
 from precision_time.storage.errors import InputError, IntegrityError, NotFoundError, VersionExistsError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.local import LocalStore
-from precision_time.storage.measurements import MAX_ITERATION_TIME_S, measure_cells
+from precision_time.storage.measurements import MAX_ITERATION_TIME_S, derive_measurements
 from precision_time.storage.parquet import conform, encode_table, read_table, table_of
-from precision_time.storage.schema import OPTIONS, CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
+from precision_time.storage.run_options import OPTION_NAMES
+from precision_time.storage.schema import CellOutcome, CellStatus, IterationTiming, Measurement, arrow_schema
 
 __all__ = ["CardKind", "TimingsDataset", "escape_name", "read_table", "write_fragment"]
 
@@ -37,7 +38,7 @@ _READERS = 8
 # Columns with one value in a file: a median over a mixture of cells would mean nothing.
 _SAME_IN_A_CELL = (
     "cell_id", "attempt", "model", "task_input", "requested_precision", "effective_precision", "world_size", "nodes",
-    "per_gpu_batch_size", "gradient_accumulation_steps", "strategy", *OPTIONS,
+    "per_gpu_batch_size", "gradient_accumulation_steps", "strategy", *OPTION_NAMES,
     # a cell on another driver or release is another cell: see GridCell.cell_id
     "device_type", "gpu", "cpu_model", "cpu_cores", "driver_version", "cuda_version", "framework", "framework_version",
     "backend",
@@ -183,7 +184,7 @@ class TimingsDataset:
         return sorted(outcomes, key=lambda outcome: (outcome.cell_id, outcome.attempt))
 
     def measurements(self, *, strict: bool = False, cells: Container[str] | None = None) -> list[Measurement]:
-        """One measurement for each recorded cell, or for each of ``cells`` (see ``measure_cells``).
+        """One measurement for each recorded cell, or for each of ``cells`` (see ``derive_measurements``).
 
         ``problems`` lists the cells that could not be measured.
         """
@@ -193,7 +194,7 @@ class TimingsDataset:
             value = card.get("forward_flops_per_sample")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 flops[str(card.get("name"))] = float(value)
-        measured, left_out = measure_cells(timings, forward_flops=flops)
+        measured, left_out = derive_measurements(timings, forward_flops=flops)
         paths = {path.rpartition("/")[2]: path for path in self._digests or ()}
         self._left_out = [(paths[f"cell-{cell}.parquet"], reason) for cell, reason in left_out]
         return measured

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that one ends: the kernel of Linux sends them a signal."""
+"""Processes that end with the process that started them, however that ends: the Linux kernel sends them a signal."""
 
 import ctypes
 import os
@@ -14,15 +14,15 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def end_with_parent(stop: signal.Signals) -> None:
-    """Let the kernel send ``stop`` to this process when the thread that started it ends; nothing on other systems.
+    """Let the kernel send ``stop`` to this process when the thread that started it ends; Linux only.
 
-    A parent that died before this call sends nothing: ask ``os.getppid`` afterwards.
+    Nothing is sent for a parent that died before this call: ask ``os.getppid`` afterwards.
     """
     _set(_PR_SET_PDEATHSIG, stop)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent died, so that they can be ended; nothing on other systems."""
+    """Become the parent of descendants whose own parent died, so that they can be ended; Linux only."""
     _set(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -32,10 +32,9 @@ def _set(option: int, value: int) -> None:
 
 
 def tied_command(command: Sequence[str], *, stop: signal.Signals = signal.SIGKILL, parent: int = 0) -> list[str]:
-    """``command`` behind a step that asks the kernel to send it ``stop`` when its parent dies.
+    """A command that asks the kernel for ``stop`` at its parent's death, and then becomes ``command``.
 
-    ``parent`` is the process that will start it, where that is known: a child whose parent is already another one then
-    ends at once.
+    ``parent`` is the process that will start it, if known: a child that finds another parent ends at once.
     """
     return [sys.executable, "-m", "precision_time.tasks.process_ties", stop.name, str(parent), *command]
 
@@ -43,9 +42,9 @@ def tied_command(command: Sequence[str], *, stop: signal.Signals = signal.SIGKIL
 def start_tied(
     command: Sequence[str], *, env: Mapping[str, str], log: IO[bytes], stop: signal.Signals = signal.SIGKILL
 ) -> "subprocess.Popen[bytes]":
-    """Start ``command``, which ends with this process; call it in the main thread, whose end counts as the parent's.
+    """Start ``command``, which ends with this process; to be called in the main thread, whose end counts.
 
-    It has a session of its own: Ctrl-C in the terminal reaches this process only, which decides what ends when.
+    It has a session of its own: Ctrl-C in the terminal reaches only this process, which decides what ends when.
     """
     return subprocess.Popen(
         tied_command(command, stop=stop, parent=os.getpid()),
@@ -58,10 +57,10 @@ def start_tied(
 
 
 def _become(stop: str, parent: str, command: Sequence[str]) -> None:
-    """Replace this process by ``command``, tied to its parent where the kernel can do it."""
+    """Replace this process by ``command``, tied to its parent on Linux."""
     before = int(parent) or os.getppid()
     end_with_parent(signal.Signals[stop])
-    if os.getppid() != before:  # it died before that
+    if os.getppid() != before:  # the parent has died meanwhile
         return
     os.execvp(command[0], list(command))
 

@@ -1,4 +1,4 @@
-"""Named models to time: the module with random weights, a synthetic batch, its loss and its optimizer."""
+"""The workloads that ranks train: a module with random weights, a synthetic batch, its loss and its optimizer."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -16,16 +16,42 @@ from precision_time.storage.errors import InputError, UnknownNameError
 
 __all__ = ["BUILDERS", "OPTIMIZERS", "Workload", "build_workload", "count_card"]
 
-#: Share of the tokens a masked language model has to guess; the others are left out of the loss.
+#: Share of the tokens that a masked language model has to guess; the loss leaves out the others.
 MASKED_SHARE = 0.15
 IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A training workload: ``compute_loss(module, make_batch(samples, device))`` is a scalar to differentiate.
+    """A training workload. Yours is returned by a function without arguments, named ``module:factory`` in a campaign.
 
-    ``task_input`` says what one sample is: an image side in pixels, a sequence length in tokens, a vector length.
+    A step takes ``compute_loss(module, make_batch(samples, device))``, its gradients, and a step of the optimizer. All
+    fields are required:
+
+    ``name``: any name of the network; tables have the name that the campaign gives.
+    ``family``: its architecture family, such as ``resnet`` or ``bert``; empty for none.
+    ``task_input``: size of one sample, as text: image side in pixels, sequence length in tokens, or vector length.
+    ``module``: the network with random float32 weights on the CPU; ranks move it to their device and cast it.
+    ``make_batch(samples, device)``: synthetic inputs, a tensor or nested tensors of shape ``(samples, ...)`` on
+    ``device``; ranks cast floating tensors to the format of the weights.
+    ``compute_loss(module, batch)``: the loss, a finite scalar tensor of shape ``()``; it calls ``module``, which is the
+    network behind DDP.
+    ``make_optimizer(parameters)``: the optimizer of these parameters, e.g. one of ``OPTIMIZERS``.
+    ``optimizer_name``: its name on the feature card: ``sgd``, ``sgd_momentum``, ``adam``, ``adamw``, ...
+
+    >>> workload = Workload(
+    ...     name="small",
+    ...     family="mlp",
+    ...     task_input="8",
+    ...     module=nn.Linear(8, 4),
+    ...     make_batch=lambda samples, device: torch.randn(samples, 8, device=device),
+    ...     compute_loss=lambda module, batch: module(batch).square().mean(),
+    ...     make_optimizer=OPTIMIZERS["adamw"],
+    ...     optimizer_name="adamw",
+    ... )
+    >>> batch = workload.make_batch(2, "cpu")
+    >>> batch.shape, workload.compute_loss(workload.module, batch).shape
+    (torch.Size([2, 8]), torch.Size([]))
     """
 
     name: str
@@ -39,7 +65,7 @@ class Workload:
 
 
 class Residual(nn.Module):
-    """A residual block of ResNet; ``bottleneck`` strides in its 3 x 3 convolution, as most trained ResNets do."""
+    """A residual block of ResNet; a ``bottleneck`` strides in its 3 x 3 convolution, as in most trained ResNets."""
 
     def __init__(self, channels: int, width: int, *, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -85,7 +111,7 @@ def _resnet(name: str, *, blocks: tuple[int, ...], bottleneck: bool) -> Workload
 class Block(nn.Module):
     """A transformer layer: attention and a two-layer perceptron, each with a norm before (or after) and a shortcut.
 
-    No dropout: inside attention it would keep torch from its fused kernels.
+    No dropout: in attention it would prevent the fused kernels of torch.
     """
 
     def __init__(
@@ -241,13 +267,13 @@ def _classifier(
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    given = list(parameters)
-    # In fp16 the usual 1e-8 is zero, and a gradient whose square is zero too makes the weights NaN.
-    eps = 1e-4 if any(parameter.dtype == torch.float16 for parameter in given) else 1e-8
-    return torch.optim.AdamW(given, lr=1e-4, weight_decay=0.01, eps=eps)
+    parameters = list(parameters)
+    # In fp16 the usual 1e-8 is zero, and a gradient whose square is also zero makes the weights NaN.
+    eps = 1e-4 if any(parameter.dtype == torch.float16 for parameter in parameters) else 1e-8
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, eps=eps)
 
 
-#: Small learning rates: labels are random, and a diverging loss would be timed on infinities.
+#: Learning rates are small: labels are random, and with a diverging loss infinities would be timed.
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-4),
     "adamw": _adamw,
@@ -275,10 +301,10 @@ BUILDERS: dict[str, Callable[[], Workload]] = {
 
 
 def build_workload(name: str) -> Workload:
-    """The workload called ``name``: one of ``BUILDERS``, or the one that the factory ``module:factory`` returns.
+    """The workload called ``name``: one of ``BUILDERS``, or the return value of the factory ``module:factory``.
 
-    Modules are found as ``python -m`` finds them, the current folder first. Raises ``UnknownNameError`` for an
-    unknown name and ``InputError`` for a factory that cannot be imported or returns something else.
+    Modules are found as by ``python -m``, the current folder first. Raises ``UnknownNameError`` for an unknown name and
+    ``InputError`` for a factory that cannot be imported or returns something else.
     """
     if ":" not in name:
         if name not in BUILDERS:
@@ -287,7 +313,7 @@ def build_workload(name: str) -> Workload:
     workload = import_factory(name)
     if not isinstance(workload, Workload):
         raise InputError(
-            f"workload {name} is of another kind",
+            f"{name} returns no workload",
             got=type(workload).__name__,
             expected="a function returning precision_time.tasks.workloads.Workload",
         )
@@ -308,7 +334,7 @@ def count_card(workload: Workload, *, name: str) -> WorkloadFeatures:
 
 
 def _print_cards() -> None:
-    """Print predictor/data/workloads.toml: every named workload, counted now."""
+    """Print predictor/data/workloads.toml: the cards of all named workloads, counted now."""
     print("# What one sample of each named workload costs. Made by: python -m precision_time.tasks.workloads --cards")
     for name in BUILDERS:
         card = count_card(build_workload(name), name=name).to_dict()

@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -58,18 +59,8 @@ def _measure(
                     communication = closed.communication_time_s * 1.5
                     exposed = closed.exposed_communication_s * 1.5
                     measured.append(
-                        Measurement(
-                            source="made up",
-                            model=model,
-                            task_input="",
-                            gpu=gpu,
-                            nodes=1,
-                            world_size=world_size,
-                            precision=precision,
-                            strategy="ddp",
-                            per_gpu_batch_size=batch,
-                            gradient_accumulation_steps=1,
-                            framework="pytorch",
+                        replace(
+                            bare,
                             iteration_time_s=compute + exposed,
                             compute_time_s=compute,
                             communication_time_s=communication,

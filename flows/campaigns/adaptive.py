@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from precision_time.flows.campaigns.measuring import Choose
+from precision_time.flows.campaigns.cell_loop import Choose
 from precision_time.flows.campaigns.terminal import say
 from precision_time.flows.planning.order import axes_of, cover_cells
 from precision_time.flows.planning.plan import CampaignPlan, CellEstimate, PlannedCell
@@ -18,7 +18,7 @@ from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import PrecisionTimeError
 from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.cells import is_glm
+from precision_time.tasks.work_kinds import kind_of
 
 __all__ = ["FEWEST_TO_FIT", "choose_adaptively", "choose_widest", "next_batch", "spread_of"]
 
@@ -126,7 +126,7 @@ def choose_adaptively(plan: CampaignPlan, dataset: TimingsDataset) -> Choose:
 def _observe(plan: CampaignPlan, dataset: TimingsDataset) -> list[Observation]:
     """The dataset's measurements on this campaign's device, joined with their cards."""
     gpu = plan.device.hardware.name
-    measured = [row for row in dataset.measurements() if row.gpu == gpu and not is_glm(row.model)]
+    measured = [row for row in dataset.measurements() if row.gpu == gpu and not kind_of(row.model).unlearnable]
     cards = [WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads")]
     hardware = [HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware")]
     return observe(measured, workloads=cards, hardware=[*hardware, plan.device.hardware])

@@ -1,14 +1,10 @@
-"""profiling_campaign: the missing cells of a grid, each a task of Prefect, profiled and recorded whole."""
+"""The flow ``profiling_campaign``: measure the missing cells of a grid, each as a task of Prefect, and record them."""
 
 import contextvars
-import functools
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 from prefect import State, flow, task
@@ -19,16 +15,17 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from rich.console import Console
 
 from precision_time.flows.campaigns.adaptive import choose_adaptively
-from precision_time.flows.campaigns.final_report import CampaignPages, retrain_after
-from precision_time.flows.campaigns.interrupts import catch_interrupts
-from precision_time.flows.campaigns.live_grid import LiveGrid
-from precision_time.flows.campaigns.measuring import (
+from precision_time.flows.campaigns.cell_loop import (
     INTERRUPTED,
     CellNotStartedError,
     MeasuredCells,
     measure_missing,
     watch_wait,
 )
+from precision_time.flows.campaigns.final_report import CampaignPages, retrain_after
+from precision_time.flows.campaigns.interrupts import catch_interrupts
+from precision_time.flows.campaigns.live_grid import LiveGrid
+from precision_time.flows.campaigns.measure_cell import announce, measure_cell
 from precision_time.flows.campaigns.progress import CampaignProgress
 from precision_time.flows.campaigns.summary import CampaignResult, summarise
 from precision_time.flows.campaigns.terminal import (
@@ -39,43 +36,37 @@ from precision_time.flows.campaigns.terminal import (
     print_result,
     say,
 )
-from precision_time.flows.clusters.cluster import Client, check_scratch, open_cluster
+from precision_time.flows.clusters.cluster import check_scratch, open_cluster
 from precision_time.flows.clusters.scratch import open_scratch
 from precision_time.flows.clusters.settings import is_local
 from precision_time.flows.ground.plain_failures import fail_plainly
 from precision_time.flows.planning.budget import Budget
-from precision_time.flows.planning.changed_settings import limits_of, note_measured, note_settings
+from precision_time.flows.planning.changed_settings import note_settings
 from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.predictor.answering.estimate import format_duration
-from precision_time.storage.errors import ClusterLostError, NoWorkersError, StorageError, printable
+from precision_time.storage.errors import printable
 from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.cells import environment_of, is_glm
-from precision_time.tasks.casgd_cells.profile import profile_glm_cell
-from precision_time.tasks.gangs.leases import LeaseWait
-from precision_time.tasks.gangs.profile_cell import profile_cell
-from precision_time.tasks.gangs.record_cell import outcome_of, record_cell
-from precision_time.tasks.ranks.job import CellReceipt, TraceLimits
-from precision_time.tasks.ranks.refusals import refuse_unstarted
+from precision_time.tasks.gangs.record_cell import record_cell
+from precision_time.tasks.ranks.job import Attempt
+from precision_time.tasks.work_kinds import refuse_unstarted
 
-__all__ = ["measure_cell", "profiling_campaign", "run_campaign"]
+__all__ = ["profiling_campaign", "run_campaign"]
 
-#: JSON of one cell's trace; what viewers open without trouble.
-MAX_TRACE_BYTES = 64 * 2**20
-#: Threads that Prefect may run cells in; how many do is the campaign's ``cells_at_once``.
+#: Threads that Prefect may run cells in; the plan's ``at_once`` limits how many are used.
 MOST_AT_ONCE = 256
 
-#: Where the result of a run goes that nobody can ask Prefect for, because its API has gone away meanwhile.
+#: The result of a run, for the case that Prefect's API is gone when it ends.
 _finished: contextvars.ContextVar[list[CampaignResult] | None] = contextvars.ContextVar("finished", default=None)
 
 
-#: Models that the name of a run has room for.
+#: Most models in the name of a run.
 _NAMED = 3
 
 
 def _name_run() -> str:
-    """What the run measures, for lists of runs; Prefect asks before there is a plan."""
+    """A name that says what the run measures; Prefect asks for it before there is a plan."""
     spec: CampaignSpec = flow_run.parameters["spec"]
     more = f" and {len(spec.models) - _NAMED} more" if len(spec.models) > _NAMED else ""
     widest = max(spec.gpus)
@@ -96,8 +87,8 @@ def _name_run() -> str:
 def profiling_campaign(spec: CampaignSpec) -> CampaignResult | State[CampaignResult]:
     """Measure the cells of the campaign that the dataset does not have yet, and record each of them whole.
 
-    Running it again resumes it. Cells that fail are recorded with their cause and never stop their neighbours. A limit
-    of the campaign, or one Ctrl-C, ends it after the cells under way; a second Ctrl-C or a cancelled run stops them.
+    Running it again resumes it. Cells that fail are recorded with their cause and never stop the others. A limit of the
+    campaign, or one Ctrl-C, ends it after the running cells; a second Ctrl-C or a cancelled run stops these at once.
     With ``retrain_after`` a retraining on all of the data follows, as a run inside this one.
     """
     log = log_of_run()
@@ -143,33 +134,28 @@ def _keep_result(result: CampaignResult) -> None:
 
 
 def _set_damaged_aside(dataset: TimingsDataset) -> int:
-    """Move damaged timings out of the way, so that their cells count as missing; returns how many there were."""
+    """Set damaged timings aside, so that their cells count as missing; returns how many there were."""
     dataset.read()
     damaged = dataset.unsound_files
     for path, reason in damaged:
-        _announce(f"{path} is damaged and was moved to {dataset.set_aside(path, reason)}; its cell is measured again")
+        announce(f"{path} is damaged and was moved to {dataset.set_aside(path, reason)}; its cell is measured again")
     return len(damaged)
 
 
 def _refuse_unstarted(plan: CampaignPlan, dataset: TimingsDataset) -> int:
-    """Record the cells that need no try to be refused, without a cluster; returns how many there were."""
-    receipts = [
-        refuse_unstarted(
-            planned.cell, attempt=dataset.next_attempt(planned.cell_id), environment=plan.device.environment
-        )
-        for planned in plan.cells
-        if planned.state == "will be refused"
-    ]
-    for receipt in receipts:
-        if receipt is not None:
-            record_cell(dataset, receipt)
-    return len(receipts)
-
-
-def _announce(text: str) -> None:
-    """Say it to whoever watches the terminal, and to whoever looks at the run later."""
-    say(text)
-    log_of_run().info("%s", printable(text))
+    """Record the cells that are refused without an attempt, before there is a cluster; returns how many there were."""
+    refused = 0
+    for planned in plan.cells:
+        if planned.state == "will be refused":
+            attempt = Attempt(
+                cell=planned.cell,
+                attempt=dataset.next_attempt(planned.cell_id),
+                environment=plan.device.environment,
+            )
+            if (receipt := refuse_unstarted(attempt)) is not None:
+                record_cell(dataset, receipt)
+                refused += 1
+    return refused
 
 
 def _measure_on_cluster(
@@ -211,13 +197,13 @@ def _measure_on_cluster(
             interrupts=interrupts,
             started=started,
         )
-    # Nobody else writes it any more: the last cell came out since.
+    # Written here once more, since the last cell may have ended after the grid was last written.
     pages.bar.update(progress.fraction)
     return measured
 
 
-# The cell's own identity decides what is measured again, so Prefect must neither cache nor retry; rows never pass
-# through it, only this small outcome.
+# The cell's identity decides what is measured again, so Prefect must neither cache nor retry; it gets only this small
+# outcome and never the rows.
 @task(
     name="profile-cell",
     task_run_name="{label}",
@@ -235,13 +221,13 @@ def profile_cell_task(label: str, measure: Callable[[], CellOutcome]) -> CellOut
         return Cancelled(message=str(error))
     log, taken = log_of_run(), format_duration(outcome.duration_s)
     if outcome.status == "recorded":
-        # Without rows others recorded it, which has been said.
+        # An outcome without rows is of another campaign, and has been announced.
         if outcome.rows:
             log.info("%s: recorded, %d rows in %s", label, outcome.rows, taken)
         return outcome
     cause = printable(f"{outcome.cause}: {outcome.message}")
     log.warning("%s: %s after %s, %s", label, outcome.status, taken, cause)
-    # Without the outcome, which Prefect would write out in the log; the campaign has it from ``measure``.
+    # Without the outcome, which Prefect would print in the log; the campaign has it from ``measure``.
     return Failed(message=cause)
 
 
@@ -255,10 +241,10 @@ def _submit_task(planned: PlannedCell, run: Callable[[], CellOutcome]) -> "Futur
 def run_campaign(
     spec: CampaignSpec, *, console: Console | None = None, report: Callable[[CampaignResult], None] | None = None
 ) -> CampaignResult:
-    """Run the flow here and return its result, whatever its status; what stops a whole campaign is raised.
+    """Run the flow here and return its result, whatever its status; errors of the whole campaign are raised.
 
-    With ``console`` the plan is printed before and the result after; ``report`` gets the result as well. Raises
-    ``KeyboardInterrupt`` after a Ctrl-C, when the cells under way were finished and everything was written.
+    With ``console`` the plan is printed before and the result after; ``report`` is called with the result. Raises
+    ``KeyboardInterrupt`` after a Ctrl-C, when the running cells have ended and everything is written.
     """
     plan = plan_campaign(spec) if console is not None else None
     if plan is not None and console is not None:
@@ -282,111 +268,10 @@ def _run_flow(spec: CampaignSpec) -> CampaignResult:
     except Exception as error:
         if not finished:
             raise
-        say(f"Prefect does not know how the run ended: {type(error).__name__}: {error}")
+        say(f"Prefect has no result of the run: {type(error).__name__}: {error}")
         return finished[0]
     finally:
         _finished.reset(token)
     if isinstance(result, BaseException):
         raise result
     return CampaignResult.model_validate(result)
-
-
-def measure_cell(
-    planned: PlannedCell,
-    *,
-    plan: CampaignPlan,
-    dataset: TimingsDataset,
-    client: Client,
-    scratch: Path,
-    watch: Callable[[LeaseWait], None] | None = None,
-) -> CellOutcome:
-    """One attempt at one cell, recorded whether it went well or not; none where another campaign has recorded it.
-
-    Campaigns on one scheduler and the same data measure a cell one after the other, so that the second finds it
-    recorded. An outcome of status ``recorded`` without rows is of a cell that others recorded. ``watch`` is told of a
-    wait for workers. Raises only what concerns every cell that follows: ``StorageError`` (a full disk),
-    ``ClusterLostError`` and ``NoWorkersError``, and what ``watch`` raises as ``CellNotStartedError``.
-    """
-    environment = environment_of(planned.cell, plan.device.environment)
-    started = time.monotonic()
-    make_receipt = functools.partial(
-        CellReceipt,
-        cell=planned.cell,
-        cell_id=planned.cell_id,
-        environment=environment,
-        started_at=time.time(),
-        host=platform.node(),
-    )
-    earlier = make_receipt(attempt=1, status="recorded", duration_s=0.0)
-    if planned.cell_id in dataset.recorded_cells():
-        return _find_earlier(planned, dataset, otherwise=earlier)
-    if is_glm(planned.cell.model):
-        profile = profile_glm_cell
-    else:
-        profile = functools.partial(profile_cell, trace=_limit_trace(plan.spec, dataset))
-    outcomes: list[CellOutcome] = []
-
-    def begin() -> int:
-        if planned.cell_id in dataset.recorded_cells():
-            raise _RecordedMeanwhileError
-        return dataset.next_attempt(planned.cell_id)
-
-    try:
-        profile(
-            planned.cell,
-            # Asked with the workers held: others may have recorded it, or failed at it, during the wait for them.
-            attempt=begin,
-            environment=environment,
-            limits=limits_of(plan.spec),
-            client=client,
-            scratch=scratch,
-            watch=watch,
-            claim=f"{dataset.url} {planned.cell_id}",
-            alone=plan.is_one_per_host,
-            keep=lambda receipt: outcomes.append(record_cell(dataset, receipt)),
-        )
-    except _RecordedMeanwhileError:
-        return _find_earlier(planned, dataset, otherwise=earlier)
-    except (StorageError, ClusterLostError, NoWorkersError, CellNotStartedError):
-        raise
-    except Exception as error:
-        # A cluster or a fragment can break in ways nobody listed; the cell pays, not the campaign.
-        if not outcomes:
-            receipt = make_receipt(
-                attempt=dataset.next_attempt(planned.cell_id),
-                status="failed",
-                cause="exception",
-                message=f"{type(error).__name__}: {error}",
-                duration_s=time.monotonic() - started,
-            )
-            outcomes.append(record_cell(dataset, receipt))
-    (outcome,) = outcomes
-    if outcome.rows:
-        note_measured(plan.spec, planned.cell_id)
-    elif outcome.status == "recorded":
-        _announce(f"{planned.cell.label}: {outcome.message}")
-    return outcome
-
-
-def _limit_trace(spec: CampaignSpec, dataset: TimingsDataset) -> TraceLimits | None:
-    """How large the trace of the next cell may be: a viewer's limit, and what the quota has left."""
-    if not spec.traced_steps:
-        return None
-    # JSON is some ten times what it takes on disk, so a trace within this never goes beyond the quota.
-    left = max(0, spec.max_trace_bytes - dataset.trace_bytes())
-    return TraceLimits(steps=spec.traced_steps, max_bytes=min(MAX_TRACE_BYTES, left))
-
-
-class _RecordedMeanwhileError(Exception):
-    """Another campaign has recorded the cell that this one was about to measure."""
-
-
-def _find_earlier(planned: PlannedCell, dataset: TimingsDataset, *, otherwise: CellReceipt) -> CellOutcome:
-    """What another campaign on the same data came to; ``otherwise`` where it died before it could write that down.
-
-    Without rows: none of them are of this run.
-    """
-    message = "recorded by another campaign meanwhile"
-    _announce(f"{planned.cell.label}: {message}")
-    outcomes = [seen for seen in dataset.outcomes(cells={planned.cell_id}) if seen.status == "recorded"]
-    return replace(outcomes[-1] if outcomes else outcome_of(otherwise), rows=0, message=message)

@@ -1,6 +1,6 @@
 """The pages of a campaign's run, its final report with pictures, kept beside the data, and the retraining after it."""
 
-from precision_time.flows.campaigns.measuring import INTERRUPTED
+from precision_time.flows.campaigns.cell_loop import INTERRUPTED
 from precision_time.flows.campaigns.summary import (
     CampaignResult,
     GridRow,

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 
 from precision_time.flows.planning.plan import CampaignPlan
 from precision_time.predictor.answering.estimate import format_duration
-from precision_time.storage.schema import OPTIONS, CellOutcome, GridCell, Measurement
+from precision_time.storage.schema import CellOutcome, GridCell, Measurement
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.publishing.plots import show_plots
 
@@ -215,11 +215,7 @@ def fill_rows(
 
 def describe_options(cell: GridCell) -> str:
     """In words, how ``cell`` differs from plain eager data parallelism."""
-    words = [cell.strategy] if cell.strategy != "ddp" else []
-    for name in OPTIONS:
-        value = getattr(cell, name)
-        words += [name if value is True else f"{name} {value}"] if value not in (False, "none") else []
-    return ", ".join(words)
+    return ", ".join(([cell.strategy] if cell.strategy != "ddp" else []) + cell.option_words)
 
 
 def table_rows(rows: Sequence[GridRow]) -> list[dict[str, Any]]:

@@ -1,37 +1,30 @@
-"""The axes of a campaign's grid: what each of their values may be, and the pattern that leaves cells out."""
+"""The axes of a campaign's grid: the types of their values, and the pattern that excludes cells."""
 
-import re
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
 
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
 from precision_time.predictor.workloads.workload import known_workloads
-from precision_time.storage.errors import InputError, UnknownNameError
-from precision_time.storage.schema import CHECKPOINTING, COMPRESSION, OPTIONS, GridCell
-from precision_time.tasks.casgd_cells.cells import GLM_STRATEGIES, check_glm_model, is_glm
+from precision_time.storage.errors import InputError
+from precision_time.storage.run_options import OPTION_NAMES, RUN_OPTIONS, RunOption
+from precision_time.storage.schema import GridCell
+from precision_time.tasks.work_kinds import WORK_KINDS, kind_of
 
 __all__ = [
-    "AXES", "AXIS", "AXIS_SCHEMA", "LIST", "Batch", "CellPattern", "Checkpointing", "Compression", "Gpus", "Model",
-    "Models", "PrecisionName", "Precisions", "Steps", "Strategy", "Switch",
+    "AXES", "AXIS", "AXIS_SCHEMA", "LIST", "Batch", "CellPattern", "Gpus", "Model", "Models", "PrecisionName",
+    "Precisions", "Steps", "Strategy", "add_options", "choice_of",
 ]  # fmt: skip
 
 MAX_GPUS = 65_536
 MAX_BATCH = 10_000_000
 
-FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-
 
 def _check_model(value: object) -> object:
     if not isinstance(value, str):
         raise InputError("not a model", got=repr(value), expected="a name")
-    if ":" in value:
-        if not FACTORY.fullmatch(value):
-            raise InputError("not a model of your own", got=repr(value), expected="package.module:factory")
-    elif is_glm(value):
-        check_glm_model(value)
-    elif value not in known_workloads():
-        raise UnknownNameError("model", value, known_workloads())
+    kind_of(value).check_model(value)
     return value
 
 
@@ -53,12 +46,12 @@ def _whole_number(maximum: int) -> BeforeValidator:
 
 def _one_of(*known: bool | str) -> BeforeValidator:
     def check(value: object) -> object:
-        # 1 and 0 equal True and False, and mean neither here.
+        # 1 and 0 equal True and False, and are refused here.
         if value not in known or type(value) is not type(known[0]):
             raise InputError(
                 "not usable",
                 got=repr(value)[:80],
-                expected=f"one of {', '.join(str(one).lower() for one in known)}",
+                expected=f"one of {', '.join(str(choice).lower() for choice in known)}",
             )
         return value
 
@@ -72,7 +65,7 @@ def _check_list(value: object) -> object:
 
 
 def _check_axis(value: object) -> object:
-    # Not by pydantic's min_length: it counts the good values, and a bad one alone would read as an empty list as well.
+    # Not by pydantic's min_length, which counts valid values: a single bad one would also be reported as an empty list.
     if not _check_list(value):
         raise InputError("an empty list", got=repr(value), expected="at least one value")
     return value
@@ -87,10 +80,10 @@ def _drop_down(*known: str) -> WithJsonSchema:
 
 
 def _chips(*known: str, other: dict[str, Any]) -> WithJsonSchema:
-    """A list in the form: chips for ``known``, and behind a second button rows of text for what is no chip.
+    """A list in the form: chips for ``known``, and behind a second button rows of text for any other value.
 
-    Prefect's form shows chips only for items with an ``enum``, and its server holds a run's parameters against the
-    same schema, so that a list of chips alone would refuse what a campaign file may say.
+    Prefect's form shows chips only for items with an ``enum``, and its server checks a run's parameters by the same
+    schema, so that chips alone would refuse some values that a campaign file may have.
     """
     return WithJsonSchema(
         {
@@ -102,12 +95,12 @@ def _chips(*known: str, other: dict[str, Any]) -> WithJsonSchema:
     )
 
 
-#: Only ddp is measured, and columns for CA-SGD; what else is a strategy is refused by name.
-STRATEGIES = ("ddp", *GLM_STRATEGIES, "fsdp", "zero1", "zero2", "zero3")
+#: Those that are measured, and others whose cells are refused by name.
+STRATEGIES = (*(name for kind in reversed(WORK_KINDS) for name in kind.strategies), "fsdp", "zero1", "zero2", "zero3")
 
 LIST = BeforeValidator(_check_list)
 AXIS = BeforeValidator(_check_axis)
-#: Of an axis, for the form.
+#: Part of the JSON schema of every axis.
 AXIS_SCHEMA: dict[str, Any] = {"minItems": 1}
 Model = Annotated[str, BeforeValidator(_check_model)]
 Models = Annotated[
@@ -119,9 +112,6 @@ Precisions = Annotated[
 ]
 Gpus = Annotated[int, _whole_number(MAX_GPUS), _bounds(MAX_GPUS)]
 Batch = Annotated[int, _whole_number(MAX_BATCH), _bounds(MAX_BATCH)]
-Switch = Annotated[bool, _one_of(False, True)]
-Checkpointing = Annotated[str, _one_of(*CHECKPOINTING), _drop_down(*CHECKPOINTING)]
-Compression = Annotated[str, _one_of(*COMPRESSION), _drop_down(*COMPRESSION)]
 Strategy = Annotated[str, _one_of(*STRATEGIES), _drop_down(*STRATEGIES)]
 Steps = Annotated[int, _whole_number(10_000), _bounds(10_000)]
 
@@ -133,14 +123,26 @@ AXES = {
     "gpus": "gpus",
     "batch_size": "batch_sizes",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
-    **{name: name for name in OPTIONS},
+    **{name: name for name in OPTION_NAMES},
     "strategy": "strategies",
 }
 
 
-class CellPattern(BaseModel):
-    """Cells to leave out: those that agree in every key given here."""
+def choice_of(option: RunOption) -> Any:
+    """The type of one value of ``option`` in a campaign."""
+    checked = _one_of(*option.choices)
+    if isinstance(option.default, bool):
+        return Annotated[bool, checked]
+    return Annotated[str, checked, _drop_down(*map(str, option.choices))]
 
+
+def add_options(base: type[BaseModel], field_of: Callable[[RunOption], tuple[Any, Any]]) -> type[BaseModel]:
+    """``base`` with a field for each run option: ``field_of`` gives its type and its ``Field``."""
+    fields: dict[str, Any] = {option.name: field_of(option) for option in RUN_OPTIONS}
+    return create_model(base.__name__, __base__=base, __module__=base.__module__, **fields)
+
+
+class _CellKeys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Model | None = Field(None, title="Model")
@@ -148,11 +150,15 @@ class CellPattern(BaseModel):
     gpus: Gpus | None = Field(None, title="GPUs", description="Number of ranks.")
     batch_size: Batch | None = Field(None, title="Batch size", description="Samples per GPU.")
     gradient_accumulation_steps: Batch | None = Field(None, title="Gradient accumulation steps")
-    channels_last: Switch | None = Field(None, title="Channels last")
-    compiled: Switch | None = Field(None, title="Compiled")
-    checkpointing: Checkpointing | None = Field(None, title="Activation checkpointing")
-    fused_optimizer: Switch | None = Field(None, title="Fused optimizer")
-    compression: Compression | None = Field(None, title="Gradient compression")
+
+
+if not TYPE_CHECKING:  # a type checker takes no class that is made while the program runs
+    _CellKeys = add_options(_CellKeys, lambda option: (choice_of(option) | None, Field(None, title=option.title)))
+
+
+class CellPattern(_CellKeys):
+    """Cells to leave out: those that agree in every key given here."""
+
     strategy: Strategy | None = Field(None, title="Strategy")
 
     def matches(self, cell: GridCell) -> bool:
@@ -163,6 +169,6 @@ class CellPattern(BaseModel):
             (self.gpus, cell.world_size),
             (self.batch_size, cell.per_gpu_batch_size),
             (self.gradient_accumulation_steps, cell.gradient_accumulation_steps),
-            *((getattr(self, name), getattr(cell, name)) for name in (*OPTIONS, "strategy")),
+            *((getattr(self, name), getattr(cell, name)) for name in (*OPTION_NAMES, "strategy")),
         )
         return all(wanted is None or wanted == value for wanted, value in pairs)

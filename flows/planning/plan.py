@@ -23,10 +23,8 @@ from precision_time.predictor.workloads.workload import WorkloadFeatures, find_w
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
 from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.cells import GlmCell, check_glm_cells, environment_of, estimate_glm_s, is_glm
-from precision_time.tasks.casgd_cells.launch import check_mpi
 from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
-from precision_time.tasks.ranks.refusals import refuse_cell
+from precision_time.tasks.work_kinds import WORK_KINDS, check_grid, kind_of
 
 __all__ = ["CampaignPlan", "CellEstimate", "PlannedCell", "plan_campaign"]
 
@@ -185,7 +183,7 @@ def plan_campaign(spec: CampaignSpec, *, probe: Callable[[str], ProbeReport] | N
     ``PrecisionUnsupportedError``.
     """
     cells = spec.cells()
-    check_glm_cells(cells)
+    check_grid(cells)
     _check_jobs(spec, cells)
     dataset = TimingsDataset(spec.data)
     dataset.check_writable(required_bytes=_required_bytes(spec, cells))
@@ -193,11 +191,13 @@ def plan_campaign(spec: CampaignSpec, *, probe: Callable[[str], ProbeReport] | N
     _check_device(cells, device, cluster=spec.cluster)
     for model in sorted({cell.model for cell in cells if ":" in cell.model}):
         _check_factory(model)
-    _check_glm([cell for cell in cells if is_glm(cell.model)], device)
+    for kind in WORK_KINDS:
+        if of_kind := [cell for cell in cells if kind_of(cell.model) is kind]:
+            kind.check_device(of_kind, device.environment)
     recorded = dataset.recorded_cells()
     estimate = CellEstimate(spec, device, cards=dataset.read_cards("workloads"))
-    ids = {cell: cell.cell_id(environment_of(cell, device.environment)) for cell in cells}
-    refusable = {cell for cell in cells if not is_glm(cell.model) and refuse_cell(cell) is not None}
+    ids = {cell: cell.cell_id(kind_of(cell.model).environment(device.environment)) for cell in cells}
+    refusable = {cell for cell in cells if kind_of(cell.model).refuse(cell) is not None}
     ordered = order_cells([cell for cell in cells if cell not in refusable])
     places = {cell: place for place, cell in enumerate([*ordered, *(cell for cell in cells if cell in refusable)])}
     refusals = _find_refusals(dataset, missing=set(ids.values()) - recorded)
@@ -273,8 +273,7 @@ def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -
             expected=f"at most {device.device_count}",
             fix="take them out of gpus, exclude them, or spread them over hosts with gpus_per_node",
         )
-    # CA-SGD has its own arithmetic and does not depend on PyTorch's kernels.
-    precisions = {cell.precision for cell in cells if not is_glm(cell.model)}
+    precisions = {cell.precision for cell in cells if kind_of(cell.model).needs_precisions}
     lacking = sorted(precisions & set(device.unsupported))
     if lacking:
         raise PrecisionUnsupportedError(
@@ -283,19 +282,6 @@ def _check_device(cells: list[GridCell], device: ProbeReport, *, cluster: str) -
             expected=f"one that the device has: {', '.join(_supported(device))}",
             fix="take it out of precisions, or exclude it; no precision is replaced silently",
         )
-
-
-def _check_glm(cells: list[GridCell], device: ProbeReport) -> None:
-    if not cells:
-        return
-    if device.environment.device_type != "cpu":
-        raise InputError(
-            "campaigns measure CA-SGD on CPUs only",
-            got=f"{cells[0].model} on {device.environment.gpu}",
-            expected="device: cpu",
-            fix="give these models a campaign file of their own with device: cpu",
-        )
-    check_mpi(cells)
 
 
 def _supported(device: ProbeReport) -> list[str]:
@@ -338,11 +324,6 @@ def _check_factory(model: str) -> None:
 class CellEstimate:
     """Seconds of a cell: the start of its ranks, and its iterations by the closed forms, up to ``seconds_per_cell``."""
 
-    #: On an idle machine with 2 cores, everything but the iterations took 3.3 to 4.0 s with one rank and 3.6 to 4.9 s
-    #: with two, nearly all of it imports: a fixed part, and a part in which ranks on one core wait for each other.
-    START_S = 2.5
-    START_CORE_S = 2.0
-
     def __init__(self, spec: CampaignSpec, device: ProbeReport, *, cards: list[dict[str, Any]]) -> None:
         self.spec = spec
         self.hardware: HardwareSpec = device.hardware
@@ -352,17 +333,13 @@ class CellEstimate:
 
     def seconds(self, cell: GridCell) -> float:
         """Expected seconds of ``cell``, start-up included."""
-        if is_glm(cell.model):
-            return estimate_glm_s(
-                GlmCell.of(cell), hardware=self.hardware, cores=self.cores, limits=limits_of(self.spec)
-            )
-        start_s = self.START_S + self.START_CORE_S * max(0.5, cell.world_size / self.cores)
-        return start_s + min(self.spec.seconds_per_cell, self._iterations(cell) * self._iteration_s(cell))
-
-    def _iterations(self, cell: GridCell) -> int:
-        # With several ranks every measured iteration has a twin without communication.
-        twins = 2 if cell.world_size > 1 else 1
-        return self.spec.warmup_steps + self.spec.measured_steps * twins
+        return kind_of(cell.model).expected_s(
+            cell,
+            hardware=self.hardware,
+            cores=self.cores,
+            limits=limits_of(self.spec),
+            iteration_s=self._iteration_s,
+        )
 
     def _iteration_s(self, cell: GridCell) -> float:
         setup = self.setup(cell)
@@ -386,6 +363,6 @@ class CellEstimate:
 
     def _workload(self, model: str) -> WorkloadFeatures | None:
         """The card of ``model``; None for CA-SGD, and for a model of the user's own that was never measured."""
-        if is_glm(model) or (":" in model and all(card.name != model for card in self.cards)):
+        if kind_of(model).unlearnable or (":" in model and all(card.name != model for card in self.cards)):
             return None
         return find_workload(model, measured=self.cards)

@@ -1,11 +1,11 @@
-"""CampaignSpec: what a campaign measures and how, checked and expanded into cells."""
+"""CampaignSpec: the cells of a campaign and how to measure them, checked; and the grid of these cells."""
 
 import itertools
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -18,21 +18,21 @@ from precision_time.flows.planning.axes import (
     LIST,
     Batch,
     CellPattern,
-    Checkpointing,
-    Compression,
     Gpus,
     Models,
     Precisions,
     Steps,
     Strategy,
-    Switch,
+    add_options,
+    choice_of,
 )  # fmt: skip
 from precision_time.storage.errors import InputError
-from precision_time.storage.schema import OPTIONS, GridCell
+from precision_time.storage.run_options import OPTION_NAMES, RunOption
+from precision_time.storage.schema import GridCell
 
 __all__ = ["MAX_CELLS", "CampaignSpec", "CellPattern", "read_campaign"]
 
-#: a plan of 100,000 cells is a typing error: at the start-up time of a rank alone it would take days
+#: A larger plan is a typing error: the start-up of its ranks alone would take days.
 MAX_CELLS = 100_000
 
 NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
@@ -48,9 +48,7 @@ def _check_name(value: object) -> object:
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
 
 
-class CampaignSpec(BaseModel):
-    """A set of cells (the product of the lists, less those excluded) and how to measure each."""
-
+class _Axes(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, title="Campaign")
 
     name: Annotated[str, BeforeValidator(_check_name)] = Field(
@@ -75,30 +73,20 @@ class CampaignSpec(BaseModel):
         description="Micro-steps in one iteration.",
         json_schema_extra=AXIS_SCHEMA,
     )
-    channels_last: Annotated[tuple[Switch, ...], AXIS] = Field(
-        (False,),
-        title="Channels last",
-        description="Weights and images in channels-last memory order.",
-        json_schema_extra=AXIS_SCHEMA,
-    )
-    compiled: Annotated[tuple[Switch, ...], AXIS] = Field(
-        (False,), title="Compiled", description="The model behind torch.compile.", json_schema_extra=AXIS_SCHEMA
-    )
-    checkpointing: Annotated[tuple[Checkpointing, ...], AXIS] = Field(
-        ("none",),
-        title="Activation checkpointing",
-        description="none, or full: repeated blocks keep their inputs and are computed again in the backward pass.",
-        json_schema_extra=AXIS_SCHEMA,
-    )
-    fused_optimizer: Annotated[tuple[Switch, ...], AXIS] = Field(
-        (False,), title="Fused optimizer", description="The optimizer's fused kernels.", json_schema_extra=AXIS_SCHEMA
-    )
-    compression: Annotated[tuple[Compression, ...], AXIS] = Field(
-        ("none",),
-        title="Gradient compression",
-        description="Format of the gradients on the wire: none (their own), fp16 or bf16.",
-        json_schema_extra=AXIS_SCHEMA,
-    )
+
+
+def _option_axis(option: RunOption) -> tuple[Any, Any]:
+    values = Field((option.default,), title=option.title, description=option.description, json_schema_extra=AXIS_SCHEMA)
+    return Annotated[tuple[choice_of(option), ...], AXIS], values  # type: ignore[misc]
+
+
+if not TYPE_CHECKING:  # a type checker takes no class that is made while the program runs
+    _Axes = add_options(_Axes, _option_axis)
+
+
+class CampaignSpec(_Axes):
+    """A set of cells (the product of the lists, less those excluded) and how to measure each."""
+
     strategies: Annotated[tuple[Strategy, ...], AXIS] = Field(
         ("ddp",),
         title="Strategies",
@@ -160,7 +148,7 @@ class CampaignSpec(BaseModel):
     max_hours: float | None = Field(
         None,
         title="Hours at most",
-        description="Hours of one run after which no cell is started; what is under way is finished.",
+        description="Hours of one run after which no cell is started; running cells are finished.",
         gt=0,
         strict=True,
         le=10_000,
@@ -210,7 +198,7 @@ class CampaignSpec(BaseModel):
         "local-cuda by the device.",
     )
     slurm: SlurmOptions | None = Field(
-        None, title="Slurm", description="What the jobs of cluster: slurm ask for; the cluster's defaults otherwise."
+        None, title="Slurm", description="Options of the jobs of cluster: slurm; by default those of the cluster."
     )
     scratch: str | None = Field(
         None,
@@ -320,7 +308,7 @@ class CampaignSpec(BaseModel):
             sorted(self.gpus),
             sorted(self.batch_sizes),
             sorted(self.gradient_accumulation_steps),
-            *(getattr(self, AXES[name]) for name in ("strategy", *OPTIONS)),
+            *(getattr(self, AXES[name]) for name in ("strategy", *OPTION_NAMES)),
             self.precisions,
         )
         cells = (
@@ -332,7 +320,7 @@ class CampaignSpec(BaseModel):
                 per_gpu_batch_size=batch_size,
                 gradient_accumulation_steps=accumulation,
                 strategy=strategy,
-                **dict(zip(OPTIONS, options, strict=True)),
+                **dict(zip(OPTION_NAMES, options, strict=True)),
             )
             for model, gpus, batch_size, accumulation, strategy, *options, precision in grid
         )
@@ -340,7 +328,7 @@ class CampaignSpec(BaseModel):
 
 
 def read_campaign(path: str | Path, *, overrides: Mapping[str, Any] | None = None) -> CampaignSpec:
-    """The campaign in a YAML, TOML or JSON file; ``overrides`` replace its keys (options of the command line).
+    """The campaign in a YAML, TOML or JSON file; ``overrides`` (command line options) replace its keys.
 
     Raises ``InputError`` that lists every problem with file, line (YAML) and key, or ``NotFoundError``.
     """

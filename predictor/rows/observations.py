@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from precision_time.predictor.closed_form.solve import ClosedForm
 from precision_time.predictor.rows.features import Query
 from precision_time.predictor.rows.public_table import row_implementation, row_parallelism
 from precision_time.predictor.setup.hardware import HardwareSpec, find_hardware
-from precision_time.predictor.setup.implementation import Checkpointing, Implementation
+from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import parse_parallelism
 from precision_time.predictor.setup.precision import Precision, parse_precision
 from precision_time.predictor.setup.training_setup import TrainingSetup, fill_pipeline
@@ -22,6 +22,7 @@ from precision_time.predictor.workloads.cards import Card, find_card
 from precision_time.predictor.workloads.workload import WorkloadFeatures, describe_card, describe_entry, find_workload
 from precision_time.predictor.workloads.zoo import find_entry
 from precision_time.storage.errors import PrecisionTimeError
+from precision_time.storage.run_options import RUN_OPTIONS
 from precision_time.storage.schema import Measurement
 
 if TYPE_CHECKING:
@@ -96,41 +97,33 @@ def observe(
     """
     find_card_of_model = functools.cache(functools.partial(find_workload, measured=tuple(workloads)))
     find_device = functools.cache(functools.partial(find_hardware, measured=tuple(hardware)))
-    return [
-        Observation(
-            measurement=measured,
-            query=Query.of(
-                TrainingSetup(
-                    workload=find_card_of_model(measured.model),
-                    hardware=find_device(measured.gpu),
-                    precision=_precision_of(measured),
-                    world_size=measured.world_size,
-                    nodes=measured.nodes,
-                    batch_size=measured.per_gpu_batch_size,
-                    gradient_accumulation_steps=measured.gradient_accumulation_steps,
-                    parallelism=parse_parallelism(measured.strategy, world_size=measured.world_size),
-                    implementation=_implementation_of(measured),
-                )
-            ),
+    observations = []
+    for measured in measurements:
+        precision, implementation = _setup_facts(measured)
+        setup = TrainingSetup(
+            workload=find_card_of_model(measured.model),
+            hardware=find_device(measured.gpu),
+            precision=precision,
+            world_size=measured.world_size,
+            nodes=measured.nodes,
+            batch_size=measured.per_gpu_batch_size,
+            gradient_accumulation_steps=measured.gradient_accumulation_steps,
+            parallelism=parse_parallelism(measured.strategy, world_size=measured.world_size),
+            implementation=implementation,
         )
-        for measured in measurements
-    ]
+        observations.append(Observation(measurement=measured, query=Query.of(setup)))
+    return observations
 
 
-def _precision_of(measured: Measurement) -> Precision:
-    """The policy, with the format of compressed gradients where they are compressed."""
-    precision = parse_precision(measured.precision)
-    return precision if measured.compression == "none" else replace(precision, communicate=measured.compression)
-
-
-def _implementation_of(measured: Measurement) -> Implementation:
-    """The options of the run; a default becomes None, since a question that leaves an option open means the default."""
-    return Implementation(
-        channels_last=measured.channels_last or None,
-        compiled=measured.compiled or None,
-        checkpointing=None if measured.checkpointing == "none" else cast(Checkpointing, measured.checkpointing),
-        fused_kernels=measured.fused_optimizer or None,
-    )
+def _setup_facts(measured: Measurement) -> tuple[Precision, Implementation]:
+    """The policy and the code, as the run options change them; an option at its default leaves its fact open."""
+    facts: dict[str, dict[str, Any]] = {"precision": {}, "implementation": {}}
+    for option in RUN_OPTIONS:
+        record, _, field = option.setup_field.partition(".")
+        if (value := getattr(measured, option.name)) != option.default:
+            facts[record][field] = value
+    precision = replace(parse_precision(measured.precision), **facts["precision"])
+    return precision, Implementation(**facts["implementation"])
 
 
 #: A card describes a row when their parameters differ by less than this share; else the facts of the row do.

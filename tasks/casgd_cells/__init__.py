@@ -1,1 +1,1 @@
-"""Cells of CA-SGD: how they stand in the tables, what their ranks run, and how mpiexec starts them."""
+"""Cells of CA-SGD: their place in the tables, the program of their ranks, and their start by mpiexec."""

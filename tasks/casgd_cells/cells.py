@@ -1,50 +1,47 @@
-"""CA-SGD as a workload: its cells among those of campaigns, and a plan's samples as measurements.
+"""CA-SGD as a workload: its cells among those of campaigns.
 
-What the columns of a table mean here. An iteration is one outer step: s steps of SGD and one AllReduce. ``s`` stands
-under gradient_accumulation_steps, since both count micro-steps between two synchronisations; the batch stands under
+What the columns of a table mean for it. An iteration is one outer step: s steps of SGD and one AllReduce. ``s`` is in
+gradient_accumulation_steps, since both count micro-steps between two synchronisations. The batch is in
 per_gpu_batch_size, but all ranks share its rows (each holds columns of them), so an iteration sees s times b samples
-whatever the world size. The strategy is ``columns``, followed by the policy where several share one precision. The
-parts: forward is gather and Gram, backward is the AllReduce and the recurrence, optimizer the update of the weights.
+whatever the world size. The strategy is ``columns``, followed by the policy where several policies share a precision.
+The parts: forward is gather and Gram, backward is AllReduce and recurrence, optimizer is the update of the weights.
 
-Campaigns know no fp64, so its cells are timed by ``run_glm_cells`` alone.
+Campaigns have no fp64, so ``run_casgd_cells`` alone times its cells.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
-from precision_time.casgd.costs import Sample
 from precision_time.casgd.objectives import OBJECTIVES
 from precision_time.casgd.precision import POLICIES
 from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.storage.errors import InputError
-from precision_time.storage.schema import OPTIONS, Environment, GridCell, Measurement
+from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.ranks.job import MeasurementLimits
 
 __all__ = [
-    "GLM_STRATEGIES",
+    "CASGD_STRATEGIES",
     "NO_CARD",
     "REPEAT_S",
     "SOURCE",
-    "GlmCell",
-    "check_glm_cells",
-    "check_glm_model",
-    "environment_of",
-    "estimate_glm_s",
-    "glm_environment",
-    "is_glm",
-    "phases_of",
-    "to_measurement",
+    "CasgdCell",
+    "Misfit",
+    "casgd_environment",
+    "check_model_name",
+    "claims_model",
+    "estimate_casgd_s",
+    "list_misfits",
 ]
 
 SOURCE = "casgd"
-#: Why a predictor of networks does not learn from these rows; it is counted by this reason.
+#: Why a predictor of networks does not learn from these rows; retraining counts them under this reason.
 NO_CARD = "CA-SGD: a linear model has no workload card"
-#: Policies as precisions of the tables: BF16 or FP16 features under FP32 sums are what autocast calls mixed.
+#: Policies as precisions of the tables: autocast calls BF16 or FP16 features under FP32 sums mixed.
 PRECISION_OF = MappingProxyType(
     {
         "fp64": "fp64",
@@ -59,19 +56,19 @@ _PLAIN = ("fp64", "fp32", "recipe", "fp16")
 _MODEL = re.compile(rf"{SOURCE}-({'|'.join(OBJECTIVES)})-n([1-9]\d{{0,8}})", re.ASCII)
 _MODEL_EXPECTED = f"{SOURCE}-OBJECTIVE-nCOLUMNS, OBJECTIVE one of {', '.join(OBJECTIVES)}"
 
-#: Seconds that one row is the mean of, at least: an outer step lasts microseconds, turns of a scheduler milliseconds.
+#: Each row is a mean over at least this many seconds: an outer step lasts microseconds, a time slice milliseconds.
 REPEAT_S = 0.03
 #: Outer steps of an epoch.
 _OUTER_STEPS = 100
 _MOST_ROWS = 2**16
-#: Bytes of the features of all ranks; wide blocks then make do with fewer outer steps.
+#: Most bytes of the features of all ranks; wide blocks get fewer outer steps.
 _MOST_BYTES = 2**27
 
-#: Seconds beside the outer steps, what mpiexec adds to them, and the calls of an outer and of an inner step: on 2 cores
-#: with little else to do. They only plan.
+#: For the plan alone, from 2 nearly idle cores: seconds of the start, those that mpiexec adds, and those of the NumPy
+#: calls in an outer and in an inner step.
 _START_S, _MPI_START_S = 0.6, 0.1
 _OUTER_S, _INNER_S = 5e-6, 3e-6
-#: Share of a core's peak that products of tall blocks reach, and passes over a block's memory in an outer step.
+#: Share of a core's peak rate that products of tall blocks reach, and how often an outer step reads a block.
 _EFFICIENCY, _PASSES = 0.5, 4
 #: Standard-normal numbers that a core draws in a second.
 _DRAWS_PER_S = 1e8
@@ -81,13 +78,18 @@ def _strategy(policy: str) -> str:
     return "columns" if policy in _PLAIN else f"columns-{policy}"
 
 
+#: A pattern of a campaign's ``exclude``.
+Pattern = dict[str, str | int | bool]
+#: What is wrong with a cell, and the pattern that leaves out all cells with this fault.
+Misfit = tuple[str, Pattern]
+
 #: (precision, strategy) of the tables -> policy of the solver.
 _POLICY_OF = MappingProxyType({(precision, _strategy(policy)): policy for policy, precision in PRECISION_OF.items()})
-GLM_STRATEGIES = tuple(dict.fromkeys(strategy for _, strategy in _POLICY_OF))
+CASGD_STRATEGIES = tuple(dict.fromkeys(strategy for _, strategy in _POLICY_OF))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GlmCell:
+class CasgdCell:
     """One point of the grid: objective x columns x s x batch x policy x ranks, on synthetic standard-normal features.
 
     Raises ``InputError`` for an unknown objective or policy, and for more ranks than columns.
@@ -109,7 +111,7 @@ class GlmCell:
 
     @property
     def grid_cell(self) -> GridCell:
-        """The cell as the tables know it; the columns are part of the model's name, since a cell has no input shape."""
+        """The cell in the tables; its columns are in the model's name, since a cell has no input shape."""
         return GridCell(
             model=_model_name(self.objective, self.columns),
             precision=PRECISION_OF[self.policy],
@@ -120,19 +122,19 @@ class GlmCell:
         )
 
     @classmethod
-    def of(cls, cell: GridCell) -> "GlmCell":
-        """The inverse of ``grid_cell``; raises ``InputError`` for a cell that is none of CA-SGD."""
-        found = _MODEL.fullmatch(cell.model)
+    def of(cls, cell: GridCell) -> "CasgdCell":
+        """The inverse of ``grid_cell``; raises ``InputError`` for a cell of another kind."""
+        name = _MODEL.fullmatch(cell.model)
         policy = _POLICY_OF.get((cell.precision, cell.strategy))
-        if found is None or policy is None:
+        if name is None or policy is None:
             raise InputError(
-                "this is no cell of CA-SGD",
+                "not a cell of CA-SGD",
                 got=cell.label,
                 expected=f"model {_MODEL_EXPECTED}; strategy columns or columns-POLICY",
             )
         return cls(
-            objective=found[1],
-            columns=int(found[2]),
+            objective=name[1],
+            columns=int(name[2]),
             s=cell.gradient_accumulation_steps,
             batch_size=cell.per_gpu_batch_size,
             policy=policy,
@@ -141,7 +143,7 @@ class GlmCell:
 
     @property
     def outer_steps(self) -> int:
-        """Outer steps of one epoch: as many as the features may hold rows for, 100 at most."""
+        """Outer steps of one epoch: as many as there is memory for their rows, at most 100."""
         block = self.s * self.batch_size
         fitting = min(_MOST_ROWS, _MOST_BYTES // (self.columns * (8 if self.policy == "fp64" else 4))) // block
         return max(1, min(_OUTER_STEPS, fitting))
@@ -151,12 +153,12 @@ def _model_name(objective: str, columns: int) -> str:
     return f"{SOURCE}-{objective}-n{columns}"
 
 
-def is_glm(model: str) -> bool:
+def claims_model(model: str) -> bool:
     """Whether a model of this name is meant to be one of CA-SGD."""
     return model.startswith(f"{SOURCE}-")
 
 
-def check_glm_model(model: str) -> None:
+def check_model_name(model: str) -> None:
     """Raise ``InputError`` unless ``model`` names an objective and a number of columns."""
     if _MODEL.fullmatch(model) is None:
         raise InputError(
@@ -164,36 +166,9 @@ def check_glm_model(model: str) -> None:
         )
 
 
-def check_glm_cells(cells: Sequence[GridCell]) -> None:
-    """Raise ``InputError`` when a grid pairs CA-SGD with what it cannot be run with, or another model with columns.
-
-    The error says what to exclude, as a campaign file writes it.
-    """
-    problems: dict[str, dict[str, str | int | bool]] = {}
-    for cell in cells:
-        for problem, pattern in _list_misfits(cell):
-            problems.setdefault(problem, pattern)
-    if not problems:
-        return
-    shown = list(problems)[:5]
-    left = len(problems) - len(shown)
-    patterns = ", ".join(_to_yaml(pattern) for pattern in problems.values())
-    raise InputError(
-        "the grid holds cells that cannot be run",
-        got="; ".join(shown) + (f"; and {left} more" if left else ""),
-        expected=f"models {SOURCE}-* with strategies {', '.join(GLM_STRATEGIES)}, and every other model without",
-        fix=f"exclude: [{patterns}], or a campaign file for each kind (strategies: [columns] for {SOURCE}-*)",
-    )
-
-
-def _list_misfits(cell: GridCell) -> Iterable[tuple[str, dict[str, str | int | bool]]]:
-    """What is wrong with ``cell``, and the pattern that leaves out all cells of this fault."""
-    by_columns = cell.strategy in GLM_STRATEGIES
-    if not is_glm(cell.model):
-        if by_columns:
-            yield f"{cell.model} with {cell.strategy}", {"model": cell.model, "strategy": cell.strategy}
-        return
-    if not by_columns:
+def list_misfits(cell: GridCell) -> Iterable[Misfit]:
+    """Why ``cell``, of a CA-SGD model, cannot be run; nothing for a cell that can."""
+    if cell.strategy not in CASGD_STRATEGIES:
         yield f"{cell.model} with {cell.strategy}", {"model": cell.model, "strategy": cell.strategy}
         return
     if (cell.precision, cell.strategy) not in _POLICY_OF:
@@ -201,16 +176,14 @@ def _list_misfits(cell: GridCell) -> Iterable[tuple[str, dict[str, str | int | b
             f"{cell.model} in {cell.precision} with {cell.strategy}",
             {"model": cell.model, "precision": cell.precision, "strategy": cell.strategy},
         )
-    found = _MODEL.fullmatch(cell.model)
-    if found is not None and cell.world_size > int(found[2]):
+    parsed = _MODEL.fullmatch(cell.model)
+    if parsed is not None and cell.world_size > int(parsed[2]):
         yield (
             f"{cell.model} on {cell.world_size} ranks, of which some would own no column",
             {"model": cell.model, "gpus": cell.world_size},
         )
-    for name in OPTIONS:
-        value = getattr(cell, name)
-        if value not in (False, "none"):
-            yield f"{cell.model} with {name}", {"model": cell.model, name: value}
+    for name, value in cell.changed_options.items():
+        yield f"{cell.model} with {name}", {"model": cell.model, name: value}
     if cell.nodes > 1:
         yield (
             f"{cell.model} on {cell.nodes} hosts: its ranks stand on one",
@@ -218,26 +191,16 @@ def _list_misfits(cell: GridCell) -> Iterable[tuple[str, dict[str, str | int | b
         )
 
 
-def _to_yaml(pattern: Mapping[str, str | int | bool]) -> str:
-    texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in pattern.items()}
-    return "{" + ", ".join(f"{key}: {text}" for key, text in texts.items()) + "}"
-
-
-def glm_environment(machine: Environment) -> Environment:
-    """``machine`` (of ``probe_device("cpu")``) with the software that CA-SGD runs on in place of PyTorch's."""
+def casgd_environment(machine: Environment) -> Environment:
+    """``machine`` (of ``probe_device("cpu")``) with the software of CA-SGD in place of PyTorch's."""
     return replace(machine, framework=SOURCE, framework_version=f"numpy {np.__version__}", backend="mpi")
 
 
-def environment_of(cell: GridCell, machine: Environment) -> Environment:
-    """What ``cell`` runs on: ``machine`` as the probe found it, under CA-SGD with the solver's own software."""
-    return glm_environment(machine) if is_glm(cell.model) else machine
+def estimate_casgd_s(cell: CasgdCell, *, hardware: HardwareSpec, cores: int, limits: MeasurementLimits) -> float:
+    """Expected seconds of ``cell``, start-up included, by the closed forms of its parts.
 
-
-def estimate_glm_s(cell: GlmCell, *, hardware: HardwareSpec, cores: int, limits: MeasurementLimits) -> float:
-    """Seconds that ``cell`` is expected to take, start-up included, by the closed forms of its parts.
-
-    Flops and bytes of an outer step over the rates of one core, the calls of NumPy, and one AllReduce by the probe's
-    latency and bandwidth, which are gloo's: MPI's are better. At most ``limits.seconds_per_cell`` beside the start.
+    The parts of an outer step: its FLOPs and bytes over the rates of one core, the calls of NumPy, and one AllReduce by
+    the probe's latency and bandwidth (of gloo; MPI is faster). At most ``limits.seconds_per_cell`` plus the start.
     """
     columns, words = math.ceil(cell.columns / cell.ranks), cell.s * cell.batch_size
     below = cell.batch_size**2 * cell.s * (cell.s - 1)
@@ -252,44 +215,3 @@ def estimate_glm_s(cell: GlmCell, *, hardware: HardwareSpec, cores: int, limits:
     start_s += cell.outer_steps * words * columns / _DRAWS_PER_S
     repeats = limits.warmup_steps + limits.measured_steps
     return start_s + min(limits.seconds_per_cell, repeats * max(REPEAT_S, cell.outer_steps * outer_s))
-
-
-def to_measurement(sample: Sample, *, gpu: str, nodes: int = 1) -> Measurement:
-    """One probe of ``casgd.plan.plan`` as a row of the common table; ``gpu`` is the hardware name of one rank's device.
-
-    The iteration is the outer step at its usual time; its parts, taken at their fastest, are scaled to it.
-    """
-    if sample.policy not in PRECISION_OF:
-        raise InputError("this policy has no precision in the tables", got=sample.policy, expected=", ".join(POLICIES))
-    scale = sample.s * sample.usual_step_s / sample.step_s
-    parts = {part: seconds * scale for part, seconds in sample.parts_s.items()}
-    whole = sum(parts.values())
-    forward_s, backward_s, optimizer_s = phases_of(parts)
-    return Measurement(
-        source=SOURCE,
-        model=_model_name(sample.objective, sample.features),
-        task_input=f"n{sample.features}",
-        gpu=gpu,
-        nodes=nodes,
-        world_size=sample.ranks,
-        precision=PRECISION_OF[sample.policy],
-        strategy=_strategy(sample.policy),
-        per_gpu_batch_size=sample.batch_size,
-        gradient_accumulation_steps=sample.s,
-        framework=SOURCE,
-        iteration_time_s=whole,
-        compute_time_s=whole - parts["communicate"],
-        communication_time_s=parts["communicate"],
-        exposed_communication_s=parts["communicate"],
-        forward_time_s=forward_s,
-        backward_time_s=backward_s,
-        optimizer_time_s=optimizer_s,
-        iterations=sample.outer_steps,
-        model_params=sample.features + 1,
-        forward_flops_per_sample=2.0 * sample.features * sample.density,
-    )
-
-
-def phases_of(parts: Mapping[str, float]) -> tuple[float, float, float]:
-    """Forward, backward and optimizer seconds of the solver's parts: see the head of this file."""
-    return parts["gather"] + parts["gram"], parts["communicate"] + parts["recurrence"], parts["update"]

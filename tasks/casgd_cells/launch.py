@@ -1,4 +1,4 @@
-"""Start the ranks of a CA-SGD cell with mpiexec on this host, wait for them, and say how they ended."""
+"""Start the ranks of a CA-SGD cell with mpiexec on this host, wait for them, and report how they ended."""
 
 import contextlib
 import importlib.util
@@ -9,40 +9,32 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypedDict
 
 from precision_time.storage.errors import InputError
 from precision_time.storage.schema import GridCell
-from precision_time.tasks.casgd_cells.cells import is_glm
-from precision_time.tasks.processes.environment import training_environment
 from precision_time.tasks.processes.process_families import kill_family
+from precision_time.tasks.processes.rank_process import RankReport, report_loss
 from precision_time.tasks.processes.running_ranks import register_rank
+from precision_time.tasks.processes.training_environment import training_environment
 from precision_time.tasks.ranks.job import RankJob
-from precision_time.tasks.ranks.rank import OUT_OF_MEMORY, PARENT_VARIABLE, failure_path
+from precision_time.tasks.ranks.rank import OUT_OF_MEMORY, PARENT_VARIABLE
 
-__all__ = ["LaunchReport", "check_mpi", "launch_ranks", "lose_ranks"]
+__all__ = ["check_mpi", "launch_ranks"]
 
 _MISSING_MPI = "pip install 'precision-time[mpi]' (mpi4py and mpich), in the environment of the workers too"
 _LOG_LINES = 12
 
-#: Variables by which a process knows that it is a rank of a job, or a launcher that it stands in another one's
-#: allocation: the ranks of a cell are a job of their own, on this host.
+#: Variables by which a process finds itself in another MPI job or in an allocation; the ranks of a cell are a job of
+#: their own, on this host.
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMIP_", "PRTE_", "OMPI_COMM_", "OMPI_UNIVERSE_", "HYDI_", "MPIEXEC_", "SLURM_")
 
 
-class LaunchReport(TypedDict):
-    """How the ranks of a cell ended; ``cause`` is empty when all of them ended well."""
-
-    cause: str
-    message: str
-    host: str
-
-
 def check_mpi(cells: Iterable[GridCell]) -> None:
-    """Raise ``InputError`` when ``cells`` hold one of CA-SGD on several ranks and no MPI can start them."""
-    if not any(is_glm(cell.model) and cell.world_size > 1 for cell in cells):
+    """Raise ``InputError`` when one of these CA-SGD cells has several ranks and no MPI can start them."""
+    if all(cell.world_size == 1 for cell in cells):
         return
     lacking = [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
     lacking += [] if _find_mpiexec() else ["mpiexec"]
@@ -54,15 +46,10 @@ def check_mpi(cells: Iterable[GridCell]) -> None:
         )
 
 
-def lose_ranks(message: str, *, cause: str = "lost contact") -> LaunchReport:
-    """The report of ranks of which nothing is known but ``message``."""
-    return LaunchReport(cause=cause, message=message, host=socket.gethostname())
+def launch_ranks(job_json: str) -> RankReport:
+    """Start the ranks of a job on this host with mpiexec (one rank: without), wait for them, and kill the rest.
 
-
-def launch_ranks(job_json: str) -> LaunchReport:
-    """Start the ranks of a job on this host with mpiexec (one rank: without), wait for them, and end what is left.
-
-    Ranks that outlast the time limit are killed. Runs on a Dask worker or in any other process; never raises for what
+    Ranks that exceed the time limit are killed. Runs on a Dask worker or in any other process; never raises for what
     the ranks do.
     """
     job = RankJob.from_json(job_json)
@@ -71,22 +58,29 @@ def launch_ranks(job_json: str) -> LaunchReport:
     if ranks > 1:
         mpiexec = _find_mpiexec()
         if mpiexec is None:
-            return lose_ranks(f"mpiexec was not found; {_MISSING_MPI}", cause="exception")
+            return report_loss(f"mpiexec was not found; {_MISSING_MPI}", cause="exception")
         command = [mpiexec, "-n", str(ranks), *command]
     cause, message = _run(command, log=scratch / "ranks.log", timeout_s=job.limits.timeout_s)
     if cause and cause != "timed out":
-        cause, message = _find_culprit(scratch, ranks=ranks) or (cause, message)
-    return LaunchReport(cause=cause, message=message, host=socket.gethostname())
+        cause, message = _find_culprit(job) or (cause, message)
+    return RankReport(
+        cause=cause,
+        message=message,
+        fragments=[str(job.fragment_path(rank)) for rank in range(ranks)],
+        peer_lost=False,
+        ended_at=time.time(),
+        host=socket.gethostname(),
+    )
 
 
 def _find_mpiexec() -> str | None:
-    """The mpiexec beside this Python first: it belongs to the library that mpi4py loads."""
+    """The mpiexec beside this Python, which belongs to the library that mpi4py loads, or another one on the path."""
     beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     return shutil.which("mpiexec", path=beside)
 
 
 def _run(command: list[str], *, log: Path, timeout_s: float) -> tuple[str, str]:
-    """(cause, message) of a process and its children, of which none is left; empty when it ended well."""
+    """Run a process, and leave no child of it: (cause, message) of its end, both empty when it ended well."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment(), start_new_session=True
@@ -103,18 +97,20 @@ def _run(command: list[str], *, log: Path, timeout_s: float) -> tuple[str, str]:
     if returncode == 0:
         return "", ""
     text = log.read_text(encoding="utf-8", errors="replace")
-    # mpiexec frames its words.
+    # mpiexec frames its message.
     lines = [line for raw in text.splitlines() if (line := raw.strip("= "))]
     cause = _name_end(returncode, text)
     return cause, "\n".join([f"the ranks ended with {cause}", *lines[-_LOG_LINES:]])[-2000:]
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in training_environment().items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    variables = {
+        name: value for name, value in training_environment().items() if not name.startswith(_LAUNCHER_PREFIXES)
+    }
     return {
-        **kept,
+        **variables,
         PARENT_VARIABLE: str(os.getpid()),
-        # One BLAS thread a rank: ranks that fight for the cores are ten times slower.
+        # One BLAS thread a rank: ranks that compete for the cores are ten times slower.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -123,20 +119,20 @@ def _environment() -> dict[str, str]:
 
 
 def _name_end(returncode: int, text: str) -> str:
-    """The cause of a job that ended with ``returncode``; mpiexec tells the signal of a rank only in words."""
+    """The cause of a job that ended with ``returncode``; mpiexec reports the signal of a rank only in its output."""
     if any(phrase in text.casefold() for phrase in OUT_OF_MEMORY):
-        return "memory-limit"  # MPI aborts where it gets none
-    told = re.search(r"\(signal (\d+)\)|on signal (\d+)", text)
+        return "memory-limit"  # MPI aborts when it gets no memory
+    number = re.search(r"\(signal (\d+)\)|on signal (\d+)", text)
     if returncode < 0:
         return f"signal {-returncode}"
-    return f"signal {told[1] or told[2]}" if told else f"exit code {returncode}"
+    return f"signal {number[1] or number[2]}" if number else f"exit code {returncode}"
 
 
-def _find_culprit(scratch: Path, *, ranks: int) -> tuple[str, str] | None:
-    """(cause, message) that a rank left behind which did not only lose a peer; None where no rank did."""
-    for rank in range(ranks):
+def _find_culprit(job: RankJob) -> tuple[str, str] | None:
+    """(cause, message) that a rank wrote which failed by itself and not by the loss of a peer; None without one."""
+    for rank in range(job.cell.world_size):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            said = json.loads(failure_path(scratch, rank).read_text(encoding="utf-8"))
-            if not said["peer_lost"]:
-                return str(said["cause"]), f"rank {rank}: {said['message']}"
+            failure = json.loads(job.failure_path(rank).read_text(encoding="utf-8"))
+            if not failure["peer_lost"]:
+                return str(failure["cause"]), f"rank {rank}: {failure['message']}"
     return None

@@ -1,115 +1,37 @@
-"""Measure CA-SGD cells on leased Dask workers, or here and without Dask, and say in a receipt what came of them."""
+"""Measure CA-SGD cells on leased Dask workers, or here and without Dask."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from precision_time.storage.errors import ClusterLostError, PrecisionTimeError
-from precision_time.storage.schema import CellOutcome, Environment, GridCell
+from precision_time.storage.schema import CellOutcome, Environment
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.cells import GlmCell
-from precision_time.tasks.casgd_cells.launch import LaunchReport, launch_ranks, lose_ranks
-from precision_time.tasks.gangs.leases import GangLease, LeaseWait, check_connected, lease_workers, number_attempt
+from precision_time.tasks.casgd_cells.cells import CasgdCell
+from precision_time.tasks.casgd_cells.launch import launch_ranks
+from precision_time.tasks.gangs.leases import GangLease
+from precision_time.tasks.gangs.profile_cell import RankStart, profile_on_lease
 from precision_time.tasks.gangs.record_cell import record_cell
-from precision_time.tasks.processes.running_ranks import end_ranks
-from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits, RankJob
-from precision_time.tasks.ranks.rank import fragment_path
+from precision_time.tasks.ranks.job import Attempt, CellReceipt, MeasurementLimits, RankJob
 
-__all__ = ["profile_glm_cell", "run_glm_cell", "run_glm_cells"]
-
-POLL_S = 0.1
-#: Beyond the ranks' own deadline: what Dask may need to bring the start to its worker and the report back.
-DASK_GRACE_S = 30.0
-#: Fetching the few hundred bytes of a report.
-REPORT_S = 5.0
-#: After an interrupt, how long the ranks that were killed may take to disappear.
-ENDING_S = 10.0
+__all__ = ["profile_casgd_cell", "run_casgd_cell", "run_casgd_cells"]
 
 
-def profile_glm_cell(
-    cell: GridCell,
-    *,
-    attempt: int | Callable[[], int],
-    environment: Environment,
-    limits: MeasurementLimits,
-    client: Any,
-    scratch: Path,
-    watch: Callable[[LeaseWait], None] | None = None,
-    claim: str = "",
-    alone: bool = False,
-    keep: Callable[[CellReceipt], None] = lambda receipt: None,
-) -> CellReceipt:
-    """Measure ``cell`` on ``world_size`` workers of the ``distributed.Client`` ``client``, all on one host.
+def profile_casgd_cell(job: RankJob, *, lease: GangLease) -> CellReceipt:
+    """Measure the cell of ``job`` on the workers of ``lease``, all on one host; see ``profile_on_lease``.
 
-    The workers belong to this cell alone until it ends, so that nothing is timed beside it; mpiexec runs on the first,
-    and the ranks take the cores of all. ``environment`` is that of ``glm_environment``. ``attempt``, ``watch``,
-    ``claim``, ``alone``, ``keep`` and what is raised are those of ``profile_cell``; an interrupt kills the ranks and
-    goes on up.
+    The workers belong to this cell alone, so that nothing is timed beside it: mpiexec runs on the first, and the ranks
+    take the cores of all. The job's environment is that of ``casgd_environment``.
     """
-    try:
-        with lease_workers(client, cell.world_size, hosts=1, claim=claim, alone=alone, watch=watch) as lease:
-            number = number_attempt(attempt, lease=lease)
-            job = _lay_out(cell, attempt=number, environment=environment, limits=limits, scratch=scratch)
-            started_at, began = time.time(), time.monotonic()
-            report = _launch_on(lease, job, client=client)
-            receipt = _receipt_of(job, report, started_at=started_at, duration_s=time.monotonic() - began)
-            keep(receipt)
-            return receipt
-    except PrecisionTimeError:
-        raise
-    except Exception:
-        # A scheduler that is gone cancels what waits on it: that is no fault of the cell.
-        check_connected(client)
-        raise
+    return profile_on_lease(job, lease=lease, prepare=_prepare_launch)
 
 
-def _launch_on(lease: GangLease, job: RankJob, *, client: Any) -> LaunchReport:
-    worker = lease.workers[0]
-    if worker in lease.lost_workers():
-        # This process may have stood still since: nothing of it may start beside the gang of another.
-        return lose_ranks(lease.loss)
-    future = client.submit(
-        launch_ranks, job.to_json(), workers=[worker], allow_other_workers=False, pure=False, retries=0,
-        key=f"{job.cell_id}-{job.attempt}-mpi-{lease.identity}",
-    )  # fmt: skip
-    deadline = time.monotonic() + job.limits.timeout_s + DASK_GRACE_S
-    try:
-        while not future.done():
-            # A future pinned to a worker that died stays pending for ever.
-            if worker in lease.lost_workers():
-                return lose_ranks(lease.loss)
-            if time.monotonic() > deadline:
-                return lose_ranks("no word of the ranks after their deadline", cause="timed out")
-            time.sleep(POLL_S)
-        if future.status != "finished":
-            reason = future.exception(timeout=REPORT_S) if future.status == "error" else future.status
-            return lose_ranks(f"worker {worker}: {type(reason).__name__}: {reason}")
-        report: LaunchReport = future.result(timeout=REPORT_S)
-        if report["cause"] and worker in lease.lost_workers():
-            # Ended by the sweep after a lease that this process slept away.
-            return lose_ranks(lease.loss)
-        lease.mark_clean()
-        return report
-    finally:
-        if not future.done():
-            _end(future, worker=worker, lease=lease, client=client)
+def _prepare_launch(job: RankJob, lease: GangLease) -> list[RankStart]:
+    job.lay_out()
+    return [RankStart(worker=lease.workers[0], run=launch_ranks, arguments=(job.to_json(),))]
 
 
-def _end(future: Any, *, worker: str, lease: GangLease, client: Any) -> None:
-    """Kill the ranks that still run and wait until their worker is free again."""
-    with contextlib.suppress(OSError, TimeoutError, ValueError, ClusterLostError):
-        deadline = time.monotonic() + ENDING_S
-        # Again and again: the start may still be on its way.
-        while not future.done() and worker not in lease.lost_workers() and time.monotonic() < deadline:
-            client.run(end_ranks, workers=[worker], on_error="ignore")
-            time.sleep(POLL_S)
-        client.cancel([future], force=True)
-
-
-def run_glm_cells(
-    cells: Iterable[GlmCell],
+def run_casgd_cells(
+    cells: Iterable[CasgdCell],
     *,
     dataset: TimingsDataset,
     environment: Environment,
@@ -118,7 +40,7 @@ def run_glm_cells(
 ) -> list[CellOutcome]:
     """Time the cells that ``dataset`` lacks, one after the other, and record each; a cell that fails is an outcome.
 
-    ``environment`` is that of ``glm_environment``; ranks run on this machine, on CPUs. ``scratch`` is a local folder.
+    ``environment`` is that of ``casgd_environment``; ranks run on this machine, on CPUs. ``scratch`` is a local folder.
     """
     outcomes = []
     recorded = dataset.recorded_cells()
@@ -126,7 +48,7 @@ def run_glm_cells(
         cell_id = cell.grid_cell.cell_id(environment)
         if cell_id in recorded:
             continue
-        receipt = run_glm_cell(
+        receipt = run_casgd_cell(
             cell,
             environment=environment,
             scratch=Path(scratch),
@@ -137,45 +59,20 @@ def run_glm_cells(
     return outcomes
 
 
-def run_glm_cell(
-    cell: GlmCell, *, environment: Environment, scratch: Path, limits: MeasurementLimits, attempt: int = 1
+def run_casgd_cell(
+    cell: CasgdCell, *, environment: Environment, scratch: Path, limits: MeasurementLimits, attempt: int = 1
 ) -> CellReceipt:
     """One attempt at one cell, in a folder of its own in ``scratch``, on this machine and without Dask."""
-    job = _lay_out(cell.grid_cell, attempt=attempt, environment=environment, limits=limits, scratch=scratch)
-    started_at, began = time.time(), time.monotonic()
-    report = launch_ranks(job.to_json())
-    return _receipt_of(job, report, started_at=started_at, duration_s=time.monotonic() - began)
-
-
-def _lay_out(
-    cell: GridCell, *, attempt: int, environment: Environment, limits: MeasurementLimits, scratch: Path
-) -> RankJob:
-    cell_id = cell.cell_id(environment)
-    job = RankJob(
-        cell=cell,
-        cell_id=cell_id,
-        attempt=attempt,
-        environment=environment,
-        limits=limits,
-        scratch=str((scratch / f"{cell_id}-{attempt}").resolve()),
+    job = RankJob.of(
+        Attempt(cell=cell.grid_cell, attempt=attempt, environment=environment), limits=limits, scratch=scratch
     )
     job.lay_out()
-    return job
-
-
-def _receipt_of(job: RankJob, report: LaunchReport, *, started_at: float, duration_s: float) -> CellReceipt:
-    fragments = tuple(str(fragment_path(Path(job.scratch), rank)) for rank in range(job.cell.world_size))
-    return CellReceipt(
-        cell=job.cell,
-        cell_id=job.cell_id,
-        attempt=job.attempt,
-        environment=job.environment,
-        status="failed" if report["cause"] else "recorded",
+    started_at, began = time.time(), time.monotonic()
+    report = launch_ranks(job.to_json())
+    return job.conclude(
         cause=report["cause"],
         message=report["message"],
-        scratch=job.scratch,
-        fragments=() if report["cause"] else fragments,
-        started_at=started_at,
-        duration_s=duration_s,
         host=report["host"],
+        started_at=started_at,
+        duration_s=time.monotonic() - began,
     )

@@ -1,16 +1,15 @@
-"""What each rank of a CA-SGD cell runs: its columns of the data, repeats of one epoch, and its fragment."""
+"""One rank of a CA-SGD cell: make its columns of the data, time repeats of one epoch, write its fragment."""
 
 import json
 import math
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,25 +24,25 @@ from precision_time.casgd.precision import find_policy
 from precision_time.casgd.problem import Options, Problem, Schedule, Solution
 from precision_time.storage.schema import IterationTiming
 from precision_time.storage.timings import write_fragment
-from precision_time.tasks.casgd_cells.cells import REPEAT_S, GlmCell, glm_environment, phases_of
+from precision_time.tasks.casgd_cells.cells import REPEAT_S, CasgdCell, casgd_environment
 from precision_time.tasks.ranks.code_versions import find_tool_version
-from precision_time.tasks.ranks.conditions import Conditions, Watch
+from precision_time.tasks.ranks.conditions import Conditions, MachineWatch
 from precision_time.tasks.ranks.job import RankJob
-from precision_time.tasks.ranks.rank import PARENT_VARIABLE, describe_failure, failure_path, fragment_path
+from precision_time.tasks.ranks.rank import PARENT_VARIABLE, describe_failure
 from precision_time.tasks.ranks.refusals import EnvironmentChangedError
 
 __all__ = ["main"]
 
-#: Beyond the time limit of the cell, after which a rank ends itself.
+#: How long after the time limit of the cell a rank ends itself.
 GRACE_S = 5.0
 #: How soon a rank notices that the process which started the ranks is gone.
 WATCH_S = 1.0
 
 
 def main(job_path: str) -> None:
-    """Warm up, measure, and write the rank's own fragment; what goes wrong ends all ranks, and is written beside it."""
+    """Warm up, measure, and write the rank's fragment; an error is written beside it and ends all ranks."""
     job = RankJob.from_json(Path(job_path).read_text(encoding="utf-8"))
-    signal.alarm(int(job.limits.timeout_s + GRACE_S) + 1)  # no rank outlives its job, whatever became of mpiexec
+    signal.alarm(int(job.limits.timeout_s + GRACE_S) + 1)  # no rank outlives its job, even without mpiexec
     _die_with_launcher()
     comm: Communicator = OneProcess()
     try:
@@ -56,14 +55,14 @@ def main(job_path: str) -> None:
         traceback.print_exc()
         report = describe_failure(error, precision=job.cell.precision)
         report["peer_lost"] = isinstance(error, CommunicationError) and comm.size > 1
-        failure_path(Path(job.scratch), comm.rank).write_text(json.dumps(report), encoding="utf-8")
+        job.failure_path(comm.rank).write_text(json.dumps(report), encoding="utf-8")
         if comm.size > 1:
             comm.abort(report["message"])  # the others would wait for this rank
         sys.exit(1)
 
 
 def _die_with_launcher() -> None:
-    """End this process soon after the one that started the ranks; mpiexec stands between them and does not do it."""
+    """End this process soon after the launcher; mpiexec, which stands between them, does not do so."""
     launcher = os.environ.get(PARENT_VARIABLE)
     if launcher is None:
         return
@@ -84,16 +83,16 @@ def _limit_memory(job: RankJob) -> None:
 
 
 def _check_environment(job: RankJob) -> None:
-    found, planned = glm_environment(job.environment).framework_version, job.environment.framework_version
-    if found != planned:
-        raise EnvironmentChangedError(f"this rank runs {found}, and the campaign was planned with {planned}")
+    version, planned = casgd_environment(job.environment).framework_version, job.environment.framework_version
+    if version != planned:
+        raise EnvironmentChangedError(f"this rank runs {version}, but the campaign was planned with {planned}")
 
 
 def _run(job: RankJob, comm: Communicator) -> None:
-    cell = GlmCell.of(job.cell)
+    cell = CasgdCell.of(job.cell)
     problem, options = _make_problem(cell, rank=comm.rank)
     options = replace(options, epochs=_count_epochs(problem, options, comm))
-    watch = Watch(monitor=None, ranks_here=cell.ranks, cores=cell.ranks)
+    watch = MachineWatch(monitor=None, ranks_here=cell.ranks, cores=cell.ranks)
     began = time.monotonic()
     rows: list[IterationTiming] = []
     least, most = job.limits.warmup_steps + 3, job.limits.warmup_steps + job.limits.measured_steps
@@ -104,18 +103,18 @@ def _run(job: RankJob, comm: Communicator) -> None:
         comm.barrier()
         solution = run_ca_sgd(problem, options, comm=comm)
         rows.append(_row_of(solution, job=job, cell=cell, rank=comm.rank, step=len(rows), conditions=watch.end_block()))
-    write_fragment(fragment_path(Path(job.scratch), comm.rank), rows)
+    write_fragment(job.fragment_path(comm.rank), rows)
     comm.barrier()
 
 
 def _count_epochs(problem: Problem, options: Options, comm: Communicator) -> int:
-    """Epochs of a repeat, the same on every rank: as many as last longer than the scheduler's turns."""
+    """Epochs of a repeat, the same on every rank: so many that they last ``REPEAT_S`` at least."""
     seconds = sum(run_ca_sgd(problem, options, comm=comm).seconds.values())
     return int(max(comm.gather(math.ceil(REPEAT_S / max(seconds, 1e-6)))))
 
 
-def _make_problem(cell: GlmCell, *, rank: int) -> tuple[Problem, Options]:
-    """This rank's columns of standard-normal features, whole outer steps of them, and one epoch over them."""
+def _make_problem(cell: CasgdCell, *, rank: int) -> tuple[Problem, Options]:
+    """This rank's columns of standard-normal features for whole outer steps, and the options of one epoch."""
     rows = cell.s * cell.batch_size * cell.outer_steps
     bounds = np.linspace(0, cell.columns, cell.ranks + 1).astype(int)
     kind = np.float64 if cell.policy == "fp64" else np.float32
@@ -125,7 +124,7 @@ def _make_problem(cell: GlmCell, *, rank: int) -> tuple[Problem, Options]:
     signs = np.where(np.random.default_rng(1).random(rows) < 0.5, -1.0, 1.0)
     targets = {"logistic": signs, "squared": signs, "poisson": (1 + signs) / 2}[cell.objective]
     problem = Problem(features=features, targets=targets, objective=find_objective(cell.objective))
-    # Steps this small cannot overflow, and a step takes as long whatever its size.
+    # Such small steps cannot overflow, and the size of a step does not change its time.
     schedule = Schedule(kind="constant", eta0=1e-6)
     options = Options(
         s=cell.s, batch_size=cell.batch_size, epochs=1, schedule=schedule, policy=find_policy(cell.policy)
@@ -134,37 +133,30 @@ def _make_problem(cell: GlmCell, *, rank: int) -> tuple[Problem, Options]:
 
 
 def _row_of(
-    solution: Solution, *, job: RankJob, cell: GlmCell, rank: int, step: int, conditions: Conditions
+    solution: Solution, *, job: RankJob, cell: CasgdCell, rank: int, step: int, conditions: Conditions
 ) -> IterationTiming:
-    """One repeat as a row: its mean outer step."""
+    """The mean outer step of one repeat, as a row."""
     outer_steps = solution.steps // cell.s
     parts = {part: seconds / outer_steps for part, seconds in solution.seconds.items()}
     whole = sum(parts.values())
-    forward_s, backward_s, optimizer_s = phases_of(parts)
     warm = step < job.limits.warmup_steps
     word_bytes = 8 if cell.policy == "fp64" else 4
     block_rows = cell.s * cell.batch_size
     reduced = packed_gram_words(block_rows, cell.batch_size) + block_rows
     return IterationTiming(
-        cell_id=job.cell_id,
-        attempt=job.attempt,
-        model=job.cell.model,
+        **job.row_columns(),
+        **conditions.row_columns(),
         task_input=f"n{cell.columns}",
-        requested_precision=job.cell.precision,
         effective_precision=job.cell.precision,
-        world_size=job.cell.world_size,
-        nodes=job.cell.nodes,
-        per_gpu_batch_size=job.cell.per_gpu_batch_size,
-        gradient_accumulation_steps=job.cell.gradient_accumulation_steps,
-        strategy=job.cell.strategy,
         rank=rank,
         step=step,
         is_warmup=warm,
         is_steady=True,
         iteration_time_s=whole,
-        forward_time_s=forward_s,
-        backward_time_s=backward_s,
-        optimizer_time_s=optimizer_s,
+        # As the docstring of cells.py pairs them.
+        forward_time_s=parts["gather"] + parts["gram"],
+        backward_time_s=parts["communicate"] + parts["recurrence"],
+        optimizer_time_s=parts["update"],
         compute_time_s=None if warm else whole - parts["communicate"],
         communication_time_s=None if warm else parts["communicate"],
         exposed_communication_s=None if warm else parts["communicate"],
@@ -175,16 +167,9 @@ def _row_of(
         step_skipped=False,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         model_params=cell.columns + 1,
-        **asdict(job.environment),
         threads_per_rank=1,
         float32_matmul_precision="highest",
-        host=socket.gethostname(),
-        load_average=conditions.load_average,
-        other_cpu_share=conditions.other_cpu_share,
-        steal_share=conditions.steal_share,
-        contended=conditions.contended,
         recorded_at=time.time(),
-        input_mode="synthetic",
         tool_version=find_tool_version(),
     )
 

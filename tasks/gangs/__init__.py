@@ -1,1 +1,1 @@
-"""One cell on leased Dask workers: take them whole, start the ranks, judge and record what they wrote."""
+"""One cell on leased Dask workers: take them, start the ranks there, judge and record the rows."""

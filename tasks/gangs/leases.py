@@ -1,4 +1,4 @@
-"""Leases of gangs of whole Dask workers as a client holds them: wait for one, watch it, give it back."""
+"""A client's leases of gangs of Dask workers: wait for one, watch it, give it back."""
 
 import contextlib
 import time
@@ -15,15 +15,15 @@ from precision_time.storage.errors import ClusterLostError, InputError, NoWorker
 from precision_time.tasks.gangs.scheduler_plugin import PLUGIN_NAME, GangPlugin
 
 __all__ = [
-    "GangLease", "LeaseWait", "check_connected", "gang_state", "install_gangs", "lease_workers", "number_attempt",
+    "GangLease", "LeaseWait", "check_connected", "gang_state", "install_gangs", "lease_workers",
 ]  # fmt: skip
 
-#: A nanny brings a killed worker back within seconds, under a new address: until then a gang only seems impossible.
+#: How long a gang may seem impossible: a nanny restarts a killed worker within seconds, under a new address.
 GRACE_S = 30.0
-#: How long one call of a waiting client stays with the scheduler; it then asks again. A request that nobody asks for is
-#: dropped there after ``gangs.SILENT_REQUEST_S``.
+#: How long the scheduler may keep one call of a waiting client, which then asks again. The scheduler drops a request
+#: that is not repeated for ``scheduler_plugin.SILENT_REQUEST_S``.
 CALL_S = 1.0
-#: Beyond that, how long the answer may take before the scheduler counts as gone.
+#: How much longer an answer may take before the scheduler counts as gone.
 ANSWER_S = 30.0
 
 
@@ -31,9 +31,8 @@ ANSWER_S = 30.0
 class LeaseWait:
     """Why a gang of ``wanted`` workers waits: others hold ``held`` of the ``known`` workers by ``leases`` leases.
 
-    ``draining`` workers are asked whether anything of an earlier lease still runs there. ``is_claimed`` says that the
-    claim of this gang is held, so that it waits for the end of that lease; ``is_alone`` that it wants its hosts to
-    itself.
+    ``draining`` workers may still run something of an earlier lease. ``is_claimed``: a lease with the same claim is
+    held, so the gang waits for its end. ``is_alone``: the gang wants its hosts to itself.
     """
 
     seconds: float
@@ -62,17 +61,17 @@ class GangLease:
     def __init__(self, client: Client, identity: str, workers: Sequence[str]) -> None:
         self.workers = tuple(workers)
         self.identity = identity
-        #: In words, what ``lost_workers`` came upon when it last named some.
+        #: The loss that ``lost_workers`` last found, in words.
         self.loss = ""
-        self._client = client
+        self.client = client
         self._is_clean = False
 
     def lost_workers(self) -> list[str]:
-        """Those of the workers that have died since; all of them when the lease itself is gone.
+        """The workers that have died since; all of them when the lease itself is gone.
 
         Raises ``ClusterLostError`` when the scheduler does not answer.
         """
-        answer = _ask(self._client, "gang_check", lease=self.identity)
+        answer = _ask(self.client, "gang_check", lease=self.identity)
         if not answer["held"]:
             self.loss = answer["why"] or "the scheduler no longer knows its lease"
             return list(self.workers)
@@ -81,12 +80,8 @@ class GangLease:
             self.loss = f"worker {', '.join(lost)} is gone"
         return lost
 
-    def is_lost(self) -> bool:
-        """Whether a worker of the gang has died."""
-        return bool(self.lost_workers())
-
     def mark_clean(self) -> None:
-        """Say that every task sent to the workers has come back: they are then free after one sweep instead of two."""
+        """Note that every task on the workers has returned: they are then free after one sweep instead of two."""
         self._is_clean = True
 
 
@@ -102,15 +97,15 @@ def lease_workers(
     grace_s: float | None = None,
     watch: Callable[[LeaseWait], None] | None = None,
 ) -> Iterator[GangLease]:
-    """Wait for ``count`` whole workers of the cluster and hold them during the block; no one else gets them.
+    """Wait for ``count`` whole workers of the cluster and hold them during the block; no other client gets them.
 
-    ``hosts`` asks for a gang spread evenly over exactly so many hosts. ``claim`` names what the gang is for: of those
-    with one claim, whoever holds it, one has its workers at a time. ``alone`` waits for hosts on which nobody else
-    holds workers. ``timeout_s`` limits the wait (None: as long as
-    others hold the workers), ``grace_s`` how long a gang that the cluster cannot hold may stay so (30 s). ``watch`` is
-    called about every second of the wait, in this thread; what it raises ends the wait and goes on up. Raises
-    ``InputError`` for a gang that stays impossible, ``NoWorkersError`` when there is no worker at all or the time is
-    up, and ``ClusterLostError`` when the scheduler is gone. Threads of one client may wait side by side.
+    ``hosts`` asks for a gang spread evenly over exactly so many hosts. ``claim`` names the purpose of the gang: of all
+    gangs with the same claim, whichever client asks, only one has workers at a time. ``alone`` waits for hosts on which
+    no other lease holds workers. ``timeout_s`` limits the wait (None: as long as others hold the workers), ``grace_s``
+    how long the cluster may stay too small for the gang (30 s). ``watch`` is called about every second of the wait, in
+    this thread; its exceptions end the wait and go on up. Raises ``InputError`` for a gang that stays impossible,
+    ``NoWorkersError`` when there is no worker at all or the time is up, and ``ClusterLostError`` when the scheduler is
+    gone. Threads of one client may wait side by side.
     """
     if count < 1 or (hosts is not None and (hosts < 1 or count % hosts)):
         raise InputError(
@@ -127,31 +122,19 @@ def lease_workers(
         )  # fmt: skip
         yield lease
     finally:
-        # Whatever happened, also while waiting: nothing of it stays in the queue.
+        # In every case, also after an interrupted wait: the request must not stay in the queue.
         with contextlib.suppress(ClusterLostError):
             _ask(client, "gang_release", lease=identity, sweeps=1 if lease is not None and lease._is_clean else 2)
 
 
-def number_attempt(attempt: int | Callable[[], int], *, lease: GangLease | None = None) -> int:
-    """The number that ``attempt`` is or gives; what it raises goes on up, and leaves ``lease`` unused."""
-    if isinstance(attempt, int):
-        return attempt
-    try:
-        return attempt()
-    except BaseException:
-        if lease is not None:
-            lease.mark_clean()
-        raise
-
-
 def gang_state(client: Client) -> dict[str, Any]:
-    """What the scheduler holds: ``leases``, ``lost``, ``queue`` and ``draining``; see ``GangPlugin.state``."""
+    """The state of the scheduler: ``leases``, ``lost``, ``queue`` and ``draining``; see ``GangPlugin.state``."""
     install_gangs(client)
     return dict(_ask(client, "gang_state"))
 
 
 def install_gangs(client: Client) -> None:
-    """Let the scheduler know the plugin; it keeps the one that it has."""
+    """Register the plugin with the scheduler, which keeps one that it already has."""
     check_connected(client)
     try:
         client.register_plugin(GangPlugin(), name=PLUGIN_NAME)
@@ -160,7 +143,7 @@ def install_gangs(client: Client) -> None:
 
 
 def check_connected(client: Client) -> None:
-    """Raise ``ClusterLostError`` for a client that has given up its scheduler: Dask then fails in many words."""
+    """Raise ``ClusterLostError`` for a client that has given up its scheduler; Dask itself then fails in many ways."""
     if client.scheduler is None or client.status in ("closing", "closed"):
         raise _lost("the connection is closed")
 
@@ -189,7 +172,7 @@ def _wait_for(
         if answer["state"] == "impossible":
             raise _impossible(answer["workers"], count=count, hosts=hosts, grace_s=grace_s)
         if answer["state"] == "refused":
-            raise _lost("the scheduler has lost sight of this client")
+            raise _lost("the scheduler no longer knows this client")
         seconds = time.monotonic() - began
         if watch is not None:
             counts = {name: answer[name] for name in ("known", "held", "leases", "draining")}
@@ -202,8 +185,8 @@ def _wait_for(
             )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _impossible(workers: Sequence[str], *, count: int, hosts: int | None, grace_s: float) -> Exception:
@@ -211,7 +194,7 @@ def _impossible(workers: Sequence[str], *, count: int, hosts: int | None, grace_
         return NoWorkersError(
             "the cluster has no worker left",
             got=f"none for {grace_s:g} s",
-            fix="start workers; what is recorded is kept, and running again measures the rest",
+            fix="start workers; recorded cells are kept, and the next run measures the rest",
         )
     spread = Counter(str(urlsplit(address).hostname) for address in workers)
     hosts_of = ", ".join(f"{host}: {number}" for host, number in sorted(spread.items())[:20])
@@ -233,8 +216,8 @@ def _ask(client: Client, operation: str, **values: Any) -> Any:
     except (OSError, TimeoutError, RuntimeError) as error:
         raise _lost(error) from error
     if answer is None and operation != "gang_release":
-        # What a scheduler answers to a call that it does not know: it was started anew.
-        raise _lost("the scheduler knows nothing of this campaign's leases")
+        # A scheduler answers so to an unknown call: it was started anew, without the plugin.
+        raise _lost("the scheduler does not know this campaign's leases")
     return answer
 
 
@@ -243,5 +226,5 @@ def _lost(reason: object) -> ClusterLostError:
         "the Dask scheduler is gone or does not answer",
         got=f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else str(reason),
         expected="a scheduler that runs for as long as the campaign",
-        fix="start the cluster again and run the campaign again; what is recorded is kept",
+        fix="start the cluster and the campaign again; recorded cells are kept",
     )

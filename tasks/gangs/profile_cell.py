@@ -1,188 +1,125 @@
-"""Measure one cell: start its ranks on whole Dask workers, wait for all, and say in a receipt what came of it."""
+"""Measure a cell on leased Dask workers: start its ranks there, wait for all of them, and write the receipt."""
 
 import contextlib
-import functools
-import json
-import socket
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from distributed import Client, Future, wait
+from distributed import Future, wait
 from distributed.client import FuturesCancelledError
 
 from precision_time.storage.errors import ClusterLostError, PrecisionTimeError
-from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.gangs.leases import GangLease, LeaseWait, check_connected, lease_workers, number_attempt
-from precision_time.tasks.processes.rank_process import RankReport, assign_devices, run_rank, visible_devices
+from precision_time.tasks.gangs.leases import GangLease, check_connected
+from precision_time.tasks.processes.rank_process import (
+    RankReport,
+    assign_devices,
+    report_loss,
+    run_rank,
+    visible_devices,
+)
 from precision_time.tasks.processes.running_ranks import end_ranks
-from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits, RankJob, TraceLimits
-from precision_time.tasks.ranks.rank import card_path, trace_path
-from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES, refuse_unstarted
+from precision_time.tasks.ranks.job import CellReceipt, RankJob
 
-__all__ = ["profile_cell"]
+__all__ = ["RankStart", "profile_cell", "profile_on_lease"]
 
-#: Beyond the ranks' own deadline: what Dask may need to bring a rank to its worker and its report back.
+#: Beyond the ranks' own deadline: what Dask may need to send a rank to its worker and return its report.
 DASK_GRACE_S = 30.0
 POLL_S = 0.1
-#: Fetching the few hundred bytes of a rank's report.
+#: Limit for fetching a report, which has a few hundred bytes.
 REPORT_S = 5.0
-#: A rank that only lost its peer waits this long for the peer's own report, which tells the cause.
+#: After a rank that only lost its peer, the wait for the peer's own report, which has the cause.
 CULPRIT_GRACE_S = 3.0
 FORGOTTEN = "the scheduler has lost the ranks: it was started anew"
-#: After a failure, how long the ranks that were killed may take to disappear.
+#: How long killed ranks may take to disappear.
 ENDING_S = 10.0
 
 
-def profile_cell(
-    cell: GridCell,
-    *,
-    attempt: int | Callable[[], int],
-    environment: Environment,
-    limits: MeasurementLimits,
-    client: Client,
-    scratch: Path,
-    trace: TraceLimits | None = None,
-    watch: Callable[[LeaseWait], None] | None = None,
-    claim: str = "",
-    alone: bool = False,
-    keep: Callable[[CellReceipt], None] = lambda receipt: None,
-) -> CellReceipt:
-    """Measure ``cell`` on a gang of ``world_size`` workers of ``client``, one rank on each, and wait for all of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """A call that starts one or more ranks on a leased worker and returns when they have ended."""
 
-    The workers stand evenly on ``cell.nodes`` hosts and belong to this cell alone until it ends; waiting for them is
-    no part of ``duration_s``, has no limit, and is told to ``watch`` (see ``lease_workers``, also for ``claim`` and
-    ``alone``). Steps after the measured ones are traced as far as ``trace`` says. An ``attempt`` that is a function is
-    asked once the workers are held and before a rank starts; what it raises gives them back and goes on up. ``keep``
-    gets the receipt while they are still held, so that whoever waits for the same ``claim`` finds what it wrote. A rank
-    that dies, hangs or runs out of memory ends its peers and costs only this cell: the receipt then carries the cause
-    of the first failure. ``scratch`` must be seen by all workers; the attempt gets a folder of its own in it. What can
-    be refused without a start takes no workers. Raises ``InputError`` when the cluster stays too small,
-    ``NoWorkersError`` when it is empty, ``ClusterLostError`` when its scheduler is gone and ``StorageError`` when the
-    folder cannot be made. An interrupt kills the ranks and goes on up.
-    Threads of one client may measure cells side by side.
+    worker: str
+    run: Callable[..., RankReport]
+    arguments: tuple[Any, ...]
+
+
+def profile_cell(job: RankJob, *, lease: GangLease) -> CellReceipt:
+    """Measure the cell of ``job`` with one rank on each worker of ``lease``; see ``profile_on_lease``.
+
+    Steps after the measured ones are traced as far as the job's ``trace`` says.
     """
-    refused = refuse_unstarted(cell, attempt=1, environment=environment)
-    if refused is not None:
-        receipt = replace(refused, attempt=number_attempt(attempt))
-        keep(receipt)
-        return receipt
-    try:
-        with lease_workers(client, cell.world_size, hosts=cell.nodes, claim=claim, alone=alone, watch=watch) as lease:
-            number = number_attempt(attempt, lease=lease)
-            receipt = _profile_on(
-                lease, cell, attempt=number, environment=environment, limits=limits, client=client, scratch=scratch,
-                trace=trace,
-            )  # fmt: skip
-            keep(receipt)
-            return receipt
-    except PrecisionTimeError:
-        raise
-    except Exception:
-        # A scheduler that is gone cancels what waits on it: that is no fault of the cell.
-        check_connected(client)
-        raise
+    return profile_on_lease(job, lease=lease, prepare=_prepare_ranks)
 
 
-def _profile_on(
-    lease: GangLease,
-    cell: GridCell,
-    *,
-    attempt: int,
-    environment: Environment,
-    limits: MeasurementLimits,
-    client: Client,
-    scratch: Path,
-    trace: TraceLimits | None,
+def _prepare_ranks(job: RankJob, lease: GangLease) -> list[RankStart]:
+    workers = lease.workers
+    devices: tuple[str, ...] = ()
+    if job.environment.device_type == "cuda":
+        visible = lease.client.run(visible_devices, workers=list(workers))
+        devices = assign_devices(workers, [visible[address] for address in workers])
+    job = replace(job, devices=devices, hosts=tuple(urlsplit(address).hostname or "" for address in workers))
+    job.lay_out()
+    text = job.to_json()
+    return [RankStart(worker=address, run=run_rank, arguments=(text, rank)) for rank, address in enumerate(workers)]
+
+
+def profile_on_lease(
+    job: RankJob, *, lease: GangLease, prepare: Callable[[RankJob, GangLease], list[RankStart]]
 ) -> CellReceipt:
+    """Lay out ``job`` by ``prepare``, make the calls that it returns on the workers of ``lease``, and wait for them.
+
+    A rank that dies, hangs or runs out of memory ends its peers and costs only this cell: the receipt then carries the
+    cause of the first failure. All workers must see the job's folder. Raises ``ClusterLostError`` when the scheduler is
+    gone, ``StorageError`` when the folder cannot be made, and ``InputError`` when a host has fewer GPUs than ranks. An
+    interrupt kills the ranks and goes on up. Threads of one client may measure cells side by side.
+    """
     started_at, began = time.time(), time.monotonic()
-    cell_id = cell.cell_id(environment)
-    receipt = functools.partial(
-        CellReceipt, cell=cell, cell_id=cell_id, attempt=attempt, environment=environment, started_at=started_at
-    )
-    folder = scratch / f"{cell_id}-{attempt}"
     try:
-        workers = lease.workers
-        devices: tuple[str, ...] = ()
-        if environment.device_type == "cuda":
-            seen = client.run(visible_devices, workers=list(workers))
-            devices = assign_devices(workers, [seen[address] for address in workers])
-        job = RankJob(
-            cell=cell,
-            cell_id=cell_id,
-            attempt=attempt,
-            environment=environment,
-            limits=limits,
-            scratch=str(folder.resolve()),
-            devices=devices,
-            trace=trace,
-            hosts=tuple(urlsplit(address).hostname or "" for address in workers),
-        )
-        job.lay_out()
-        failure, reports = _run_gang(job, client=client, lease=lease)
+        failure, reports = _run_gang(job, prepare(job, lease), lease=lease)
     except PrecisionTimeError:
         raise
     except (OSError, TimeoutError) as error:
-        check_connected(client)
-        failure, reports = _lost(f"{type(error).__name__}: {error}"), []
-    duration_s = time.monotonic() - began
-    host = reports[0]["host"] if reports else socket.gethostname()
-    if failure is not None:
-        return receipt(
-            status="refused" if failure["cause"] in REFUSAL_CAUSES else "failed",
-            cause=failure["cause"],
-            message=failure["message"],
-            scratch=str(folder),
-            duration_s=duration_s,
-            host=host,
-        )
-    card, traced = card_path(folder), trace_path(folder)
-    return receipt(
-        status="recorded",
-        scratch=str(folder),
-        fragments=tuple(report["fragment"] for report in sorted(reports, key=lambda report: report["rank"])),
-        trace=str(traced) if traced.exists() else "",
-        workload=json.loads(card.read_text(encoding="utf-8")) if card.exists() else None,
-        duration_s=duration_s,
-        host=host,
+        check_connected(lease.client)
+        failure, reports = report_loss(f"{type(error).__name__}: {error}"), []
+    report = failure or reports[0]
+    return job.conclude(
+        cause=report["cause"],
+        message=report["message"],
+        host=(reports[0] if reports else report)["host"],
+        started_at=started_at,
+        duration_s=time.monotonic() - began,
     )
 
 
-def _lost(message: str) -> RankReport:
-    return RankReport(
-        rank=-1, returncode=None, cause="lost contact", message=message, fragment="", peer_lost=False,
-        ended_at=time.time(), host="",
-    )  # fmt: skip
-
-
-def _run_gang(job: RankJob, *, client: Client, lease: GangLease) -> tuple[RankReport | None, list[RankReport]]:
-    """All ranks of ``job``, one pinned to each worker: (the failure that came first or None, reports that came)."""
-    text = job.to_json()
+def _run_gang(
+    job: RankJob, starts: Sequence[RankStart], *, lease: GangLease
+) -> tuple[RankReport | None, list[RankReport]]:
+    """Make the calls ``starts``, each pinned to its worker: (the first failure or None, the reports that came)."""
     futures: dict[Future[RankReport], str] = {}
-    finished = False
+    is_over = False
     if lease.lost_workers():
-        # This process may have stood still since: nothing of it may start beside the gang of another.
-        return _lost(lease.loss), []
+        # This process may have stood still, and the workers may belong to another gang: nothing may start on them.
+        return report_loss(lease.loss), []
     try:
-        for rank, address in enumerate(lease.workers):
-            future = client.submit(
-                run_rank, text, rank, workers=[address], allow_other_workers=False, pure=False, retries=0,
-                key=f"{job.cell_id}-{job.attempt}-r{rank}-{lease.identity}",
+        for number, start in enumerate(starts):
+            future = lease.client.submit(
+                start.run, *start.arguments, workers=[start.worker], allow_other_workers=False, pure=False, retries=0,
+                key=f"{job.cell_id}-{job.attempt}-{number}-{lease.identity}",
             )  # fmt: skip
-            futures[future] = address
-        deadline = _deadline(job.limits.timeout_s + DASK_GRACE_S)
-        failure, reports = _await_ranks(futures, lease=lease, deadline=deadline)
-        finished = failure is None
+            futures[future] = start.worker
+        failure, reports = _await_ranks(futures, lease=lease, deadline=_deadline(job.limits.timeout_s + DASK_GRACE_S))
+        is_over = failure is None
         return failure, reports
     except ClusterLostError:
-        # There is no way to the ranks any more; their workers end with the scheduler, and they with their workers.
-        finished = True
+        # The ranks cannot be reached any more; they end with their workers, which end with the scheduler.
+        is_over = True
         raise
     finally:
-        if not finished:
-            _end_gang(futures, client=client, lease=lease)
+        if not is_over:
+            _end_gang(futures, lease=lease)
         if all(future.status == "finished" for future in futures):
             lease.mark_clean()
 
@@ -194,7 +131,7 @@ def _deadline(seconds: float) -> float:
 def _await_ranks(
     futures: dict[Future[RankReport], str], *, lease: GangLease, deadline: float
 ) -> tuple[RankReport | None, list[RankReport]]:
-    """Wait until all ranks ended well, or one failed and is known to be the culprit, or its worker is gone.
+    """Wait until all ranks ended well, or one failed by itself, or its worker is gone.
 
     A future pinned to a worker that died stays pending for ever, so the lease is watched too.
     """
@@ -206,18 +143,18 @@ def _await_ranks(
             with contextlib.suppress(TimeoutError):
                 wait(pending, timeout=POLL_S, return_when="FIRST_COMPLETED")
         except FuturesCancelledError:
-            return _lost(FORGOTTEN), reports
+            return report_loss(FORGOTTEN), reports
         done = [future for future in pending if future.done()]
         if any(future.status == "cancelled" for future in done):
-            return _lost(FORGOTTEN), reports
+            return report_loss(FORGOTTEN), reports
         for future in done:
             pending.discard(future)
-            reports.append(_expect_result(_report_of(future, worker=futures[future])))
+            reports.append(_expect_rows(_report_of(future, worker=futures[future])))
         failures = sorted((report for report in reports if report["cause"]), key=lambda report: report["ended_at"])
         culprits = [report for report in failures if not report["peer_lost"]]
-        if (pending or failures) and lease.lost_workers():
-            # What the scheduler says of the futures of a dead worker comes in any order; the death came first.
-            return _lost(lease.loss), reports
+        if (pending or failures) and not set(lease.lost_workers()).isdisjoint(futures.values()):
+            # The states of a dead worker's futures change in any order, and its death is the cause of all of them.
+            return report_loss(lease.loss), reports
         if culprits:
             return culprits[0], reports
         if failures and patience is None:
@@ -225,8 +162,7 @@ def _await_ranks(
         if failures and (not pending or (patience is not None and time.monotonic() > patience)):
             return failures[0], reports
         if time.monotonic() > deadline:
-            late = _lost(f"no word of {len(pending)} ranks after their deadline")
-            return late | {"cause": "timed out"}, reports
+            return report_loss("no word of the ranks after their deadline", cause="timed out"), reports
     return None, reports
 
 
@@ -235,31 +171,33 @@ def _report_of(future: Future[RankReport], *, worker: str) -> RankReport:
         try:
             report: RankReport = future.result(timeout=REPORT_S)
         except Exception as error:
-            # The report lies on the worker until it is fetched, and goes with it: Dask then waits for another one.
-            return _lost(f"worker {worker}: its report is gone: {type(error).__name__}: {error}")
+            # The report is on the worker until it is fetched, and lost with it: Dask then waits for another one.
+            return report_loss(f"worker {worker}: its report is gone: {type(error).__name__}: {error}")
         return report
     reason = future.exception(timeout=REPORT_S) if future.status == "error" else future.status
-    return _lost(f"worker {worker}: {type(reason).__name__}: {reason}")
+    return report_loss(f"worker {worker}: {type(reason).__name__}: {reason}")
 
 
-def _expect_result(report: RankReport) -> RankReport:
-    """``report``, as a failure where the rank ended as if all were well and left nothing: its model called exit."""
-    if report["cause"] or Path(report["fragment"]).exists():
+def _expect_rows(report: RankReport) -> RankReport:
+    """``report``, as a failure where a rank ended with exit code 0 and left no rows: its model called exit."""
+    missing = [] if report["cause"] else [path for path in map(Path, report["fragments"]) if not path.exists()]
+    if not missing:
         return report
-    ended = f"exit code {report['returncode']}"
-    return report | {
-        "cause": ended,
-        "message": f"rank {report['rank']}: the process ended with {ended} without a result",
-    }
+    message = f"{missing[0].stem}: the process ended with exit code 0 without a result"
+    return report | {"cause": "exit code 0", "message": message}
 
 
-def _end_gang(futures: dict[Future[RankReport], str], *, client: Client, lease: GangLease) -> None:
+def _end_gang(futures: dict[Future[RankReport], str], *, lease: GangLease) -> None:
     """Kill the ranks that still run and wait until their workers are free again."""
     with contextlib.suppress(OSError, TimeoutError, ValueError, ClusterLostError):
+        ends = _deadline(ENDING_S)
         lost = set(lease.lost_workers())
-        reachable = [future for future, address in futures.items() if not future.done() and address not in lost]
-        if reachable:
-            client.run(end_ranks, workers=[futures[future] for future in reachable], on_error="ignore")
+        # Again and again: a start may still be on its way to its worker.
+        while time.monotonic() < ends and (
+            running := [future for future, worker in futures.items() if not future.done() and worker not in lost]
+        ):
+            lease.client.run(end_ranks, workers=[futures[future] for future in running], on_error="ignore")
             with contextlib.suppress(TimeoutError):
-                wait(reachable, timeout=ENDING_S)
-        client.cancel([future for future in futures if not future.done()], force=True)
+                wait(running, timeout=POLL_S)
+            lost = set(lease.lost_workers())
+        lease.client.cancel([future for future in futures if not future.done()], force=True)

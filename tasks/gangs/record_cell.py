@@ -1,58 +1,57 @@
-"""Check what the ranks of a cell wrote, commit it whole, and note how the attempt came out."""
+"""Check the files that the ranks of a cell wrote, commit them whole, and record the outcome of the attempt."""
 
 import itertools
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from precision_time.storage.errors import IntegrityError
-from precision_time.storage.schema import OPTIONS, CellOutcome, Environment, IterationTiming
+from precision_time.storage.run_options import OPTION_NAMES
+from precision_time.storage.schema import CellOutcome, Environment, IterationTiming
 from precision_time.storage.timings import TimingsDataset, read_table
-from precision_time.tasks.gangs.verdicts import judge_rows, mark_regimes
+from precision_time.tasks.gangs.verdicts import judge_rows, mark_levels
 from precision_time.tasks.ranks.job import CellReceipt
-from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES
 
 __all__ = ["DISCARDED", "outcome_of", "read_fragments", "record_cell"]
 
-#: The message of an outcome whose rows came second: its cell is recorded, by rows that somebody else wrote before.
+#: The message of an outcome whose rows came second: the cell was already recorded with other rows.
 DISCARDED = "recorded before, discarded"
 
 TIMES = ("iteration_time_s", "forward_time_s", "backward_time_s", "optimizer_time_s")
-#: What may be unknown, and is a number where it is not.
+#: Columns that may be null, and else are numbers of at least 0.
 UNCERTAIN = ("isolated_communication_s", "energy_j")
-#: Seconds by which the parts of an iteration may miss the whole: they are differences of the same readings.
+#: Seconds by which the parts of an iteration may differ from the whole, since they are differences of readings.
 ROUNDING_S = 1e-6
 
 
 def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
-    """Commit the rows of a measured cell, its trace, card and the outcome of the attempt; drop its scratch folder.
+    """Commit the rows of a measured cell, its trace, card and the outcome of the attempt; remove its scratch folder.
 
-    Fragments that are damaged or incomplete make a failed outcome with the cause ``corrupt fragment``, and stay where
-    they are for a look; so do sound ones of which every step is of no use (see ``judge_rows``). A cause that another
-    attempt cannot change makes a refused one. A cell that is already recorded stays as it was, and the outcome says so:
-    ``recorded`` with the message ``DISCARDED`` and 0 rows. Raises ``StorageError``
-    when the dataset cannot be written: that is not the cell's fault.
+    Damaged or incomplete fragments make a failed outcome with the cause ``corrupt fragment``, and stay in the folder
+    for inspection; so do sound ones without a useful step (see ``judge_rows``). A cell that is already recorded stays
+    as it was; its outcome is then ``recorded`` with the message ``DISCARDED`` and 0 rows. Raises ``StorageError`` when
+    the dataset cannot be written: that is not the cell's fault.
     """
     outcome = outcome_of(receipt)
     if receipt.status == "recorded":
         try:
-            rows = mark_regimes(read_fragments(receipt))
+            rows = mark_levels(read_fragments(receipt))
             verdict = judge_rows(rows) or _judge_card(dataset, receipt.workload) or _judge_code(dataset, rows[0])
-            kept = dataset.record(rows) if verdict is None else 0
+            count = dataset.record(rows) if verdict is None else 0
         except IntegrityError as error:
             verdict = "corrupt fragment", error.message
         if verdict is not None:
             outcome = replace(outcome, status="failed", cause=verdict[0], message=verdict[1])
         else:
-            outcome = replace(outcome, rows=kept, message="" if kept else DISCARDED)
+            outcome = replace(outcome, rows=count, message="" if count else DISCARDED)
             if receipt.workload is not None:
                 dataset.write_card("workloads", str(receipt.workload["name"]), receipt.workload)
-            if kept and receipt.trace:
+            if count and receipt.trace:
                 dataset.write_trace(receipt.cell_id, Path(receipt.trace).read_bytes())
-            if kept and rows[0].code_sha256 is not None:
+            if count and rows[0].code_sha256 is not None:
                 dataset.write_card("code", rows[0].model, {"name": rows[0].model, "code_sha256": rows[0].code_sha256})
     dataset.record_outcome(outcome)
     if outcome.status == "recorded" and receipt.scratch:
@@ -61,36 +60,23 @@ def record_cell(dataset: TimingsDataset, receipt: CellReceipt) -> CellOutcome:
 
 
 def outcome_of(receipt: CellReceipt) -> CellOutcome:
-    """The outcome of an attempt that is not recorded yet: it has no rows."""
-    cell = receipt.cell
+    """The outcome of an attempt, before any of its rows is recorded."""
     return CellOutcome(
         cell_id=receipt.cell_id,
         attempt=receipt.attempt,
-        status="refused" if receipt.cause in REFUSAL_CAUSES else receipt.status,
+        status=receipt.status,
         cause=receipt.cause,
         message=receipt.message,
-        rows=0,
-        model=cell.model,
-        precision=cell.precision,
-        world_size=cell.world_size,
-        nodes=cell.nodes,
-        per_gpu_batch_size=cell.per_gpu_batch_size,
-        gradient_accumulation_steps=cell.gradient_accumulation_steps,
-        strategy=cell.strategy,
+        **asdict(receipt.cell),
         gpu=receipt.environment.gpu,
         host=receipt.host,
         started_at=receipt.started_at,
         duration_s=receipt.duration_s,
-        channels_last=cell.channels_last,
-        compiled=cell.compiled,
-        checkpointing=cell.checkpointing,
-        fused_optimizer=cell.fused_optimizer,
-        compression=cell.compression,
     )
 
 
 def _judge_card(dataset: TimingsDataset, card: Mapping[str, Any] | None) -> tuple[str, str] | None:
-    """(cause, message) when a model of the user's own is another network than the one recorded under its name."""
+    """(cause, message) when a model of the user's own is not the network that is recorded under its name."""
     if card is None:
         return None
     for earlier in dataset.read_cards("workloads"):
@@ -124,7 +110,7 @@ def _judge_code(dataset: TimingsDataset, row: IterationTiming) -> tuple[str, str
 
 
 def read_fragments(receipt: CellReceipt) -> list[IterationTiming]:
-    """The rows of all ranks, checked: schema and checksums, every rank, every step, the cell they claim, sane times.
+    """The rows of all ranks, checked: schema, checksums, every rank, every step, the right cell, possible times.
 
     Raises ``IntegrityError`` saying which fragment fails and why.
     """
@@ -165,20 +151,20 @@ def _read_fragment(path: Path, *, rank: int, receipt: CellReceipt) -> list[Itera
 
 
 def _problem_of(row: IterationTiming, *, rank: int, receipt: CellReceipt) -> str | None:
-    claimed = (row.cell_id, row.attempt, row.rank, row.model, row.requested_precision, row.world_size)
+    stated = (row.cell_id, row.attempt, row.rank, row.model, row.requested_precision, row.world_size)
     cell = receipt.cell
-    asked = (receipt.cell_id, receipt.attempt, rank, cell.model, cell.precision, cell.world_size)
-    if claimed != asked:
-        return f"it belongs to {claimed}, not {asked}"
+    expected = (receipt.cell_id, receipt.attempt, rank, cell.model, cell.precision, cell.world_size)
+    if stated != expected:
+        return f"it belongs to {stated}, not {expected}"
     if row.effective_precision != row.requested_precision:
         return f"it ran in {row.effective_precision} instead of {row.requested_precision}"
-    for name in OPTIONS:
+    for name in OPTION_NAMES:
         if getattr(row, name) != getattr(cell, name):
             return f"it ran with {name}={getattr(row, name)} instead of {getattr(cell, name)}"
     for field in fields(Environment):
-        found, planned = getattr(row, field.name), getattr(receipt.environment, field.name)
-        if found != planned:
-            return f"its {field.name} is {found!r} instead of {planned!r}"
+        value, planned = getattr(row, field.name), getattr(receipt.environment, field.name)
+        if value != planned:
+            return f"its {field.name} is {value!r} instead of {planned!r}"
     times = {name: getattr(row, name) for name in TIMES}
     if not row.is_warmup:
         times |= {name: getattr(row, name) for name in ("compute_time_s", "communication_time_s")}

@@ -1,4 +1,4 @@
-"""Gangs of whole Dask workers: the scheduler plugin that leases them, all or nothing, first come first served."""
+"""The scheduler plugin that leases gangs of whole Dask workers: all or nothing, first come first served."""
 
 import asyncio
 import contextlib
@@ -23,16 +23,16 @@ PLUGIN_NAME = "precision-time-gangs"
 
 SWEEP_TIMEOUT_S = 10.0
 SWEEP_EVERY_S = 0.2
-#: Identities of leases that are remembered, so that a request overtaken by its own release is not granted, and a holder
-#: is told why it lost its workers.
+#: How many past leases are remembered, so that a request overtaken by its own release is not granted, and a holder
+#: learns why it lost its workers.
 REMEMBERED = 10_000
-#: Who waits asks about every second. Who has not asked for so long is stopped, asleep or cut off, and holds up those
-#: behind it; it queues anew when it asks again.
+#: A waiting client asks about every second. After so much silence it is stopped, asleep or cut off, and would hold up
+#: the requests behind it: its own is dropped, and queues anew when it asks again.
 SILENT_REQUEST_S = 30.0
-#: Who holds workers asks ten times a second while ranks run, and not at all while it ends them, fetches their reports
-#: or records their rows: some ten seconds, on a slow object store a minute or two.
+#: A client that holds workers asks ten times a second while ranks run, and not at all while it ends them, fetches their
+#: reports or records their rows: some ten seconds, on a slow object store a minute or two.
 SILENT_LEASE_S = 300.0
-#: How often silence is counted.
+#: Seconds between two counts of silence.
 LISTEN_EVERY_S = 5.0
 
 _SILENT = "its lease was ended: nothing was heard of this campaign for {:.0f} s; was it stopped, or its machine asleep?"
@@ -40,10 +40,10 @@ _PARTED = "its lease was ended: this campaign's connection to the scheduler was 
 
 
 def choose_workers(free: Iterable[str], count: int, *, hosts: int | None = None) -> list[str] | None:
-    """``count`` of the addresses ``free``, those of one host side by side; None when they do not suffice.
+    """``count`` of the addresses ``free``, those of one host side by side; None when there are not enough.
 
-    With ``hosts`` the gang stands evenly on exactly that many hosts. Without, one host takes all of it if one can:
-    the one with the least to spare, so that wide gangs find room later.
+    With ``hosts`` the gang is spread evenly over exactly that many hosts. Without, it is placed on one host if one is
+    wide enough: the narrowest of those, so that wide gangs find room later.
     """
     by_host: dict[str, list[str]] = {}
     for address in sorted(free):
@@ -67,9 +67,9 @@ def _host_of(address: str) -> str:
 
 
 def count_running(dask_worker: Any) -> int:
-    """Kill the ranks that run on this worker, and count them and the tasks that still hold it.
+    """Kill the ranks that run on this worker, and count them and the tasks that still occupy it.
 
-    ``Client.run`` and the plugin run it on the worker's event loop, so it only looks and signals.
+    ``Client.run`` and the plugin call it on the worker's event loop, so it must be short.
     """
     return end_ranks() + len(dask_worker.state.executing) + len(dask_worker.state.ready)
 
@@ -82,7 +82,7 @@ def _remember(known: dict[str, Any], lease: str, value: Any) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """A gang that a client waits for, for how long it has been impossible, and since when nobody asked for it."""
+    """A gang that a client waits for, since when it has been impossible, and how long the client has been silent."""
 
     lease: str
     client: str
@@ -98,7 +98,7 @@ class _Request:
 
 @dataclass(slots=True, kw_only=True)
 class _Lease:
-    """A granted gang; ``lost`` are those of its workers that have died, ``is_told`` says whether its client knows."""
+    """A granted gang; ``lost`` are its dead workers, ``is_told`` says whether its client has the answer."""
 
     client: str
     workers: tuple[str, ...]
@@ -111,11 +111,11 @@ class _Lease:
 class GangPlugin(SchedulerPlugin):
     """Leases of whole workers on the scheduler: all or nothing, first come first served.
 
-    A worker is ``draining`` from the moment it appears or its lease ends until it has answered that nothing of an
-    earlier lease runs there; only then it is free. A lease ends when its holder releases it, the holder's connection
-    closes, or nothing was heard of the holder for minutes: a stopped process keeps its connection. The death of a
-    worker marks its lease as lost and keeps the others in it until the holder lets go. Of the requests with one claim,
-    one holds workers at a time.
+    A worker is ``draining`` from the moment it appears or its lease ends until a sweep shows that nothing of an earlier
+    lease runs there; only then it is free. A lease ends when its holder releases it, when the holder's connection
+    closes, or when the holder is silent for minutes (a stopped process keeps its connection). The death of a worker
+    marks its lease as lost; the other workers stay in it until the holder releases it. Of all requests with the same
+    claim, only one holds workers at a time.
     """
 
     name = PLUGIN_NAME
@@ -131,10 +131,10 @@ class GangPlugin(SchedulerPlugin):
         self._ended: dict[str, str] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
 
-    # Not a coroutine: between the scheduler's look for a plugin of this name and its entry nothing else may run, or
-    # two clients that come at once would start two plugins.
+    # Not a coroutine: the scheduler must register the plugin right after it has looked for one of this name, or two
+    # clients at the same moment would start two.
     def start(self, scheduler: Any) -> None:  # type: ignore[override]
-        """Open the plugin's handlers on ``scheduler`` and look at the workers that are already there."""
+        """Add the plugin's handlers to ``scheduler`` and sweep the workers that are already there."""
         self._scheduler = scheduler
         scheduler.handlers.update(
             gang_acquire=self.acquire, gang_release=self.release, gang_check=self.check, gang_state=self.state
@@ -144,20 +144,20 @@ class GangPlugin(SchedulerPlugin):
         self._listening = asyncio.get_running_loop().create_task(self._listen())
 
     async def close(self) -> None:
-        """Let the scheduler end."""
+        """Stop listening, so that the scheduler can end."""
         self._listening.cancel()
 
     async def acquire(
         self, *, lease: str, holder: str, count: int, hosts: int | None, grace_s: float, wait_s: float,
         claim: str = "", alone: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
-        """Queue for a gang, or ask again for one that is queued; answers within ``wait_s`` seconds.
+        """Queue for a gang, or ask again for a queued one; answers within ``wait_s`` seconds.
 
-        ``claim`` names what the gang is for; an empty one nothing. A gang that is to be ``alone`` starts on no host on
-        which another holds workers. ``state`` is ``granted`` (with ``workers``),
-        ``queued`` (with the counts ``known``, ``held``, ``leases`` and ``draining``, and ``claimed`` where a lease with
-        the same claim is what it waits for), ``impossible`` (more than the cluster has had for ``grace_s`` seconds; the
-        request is then dropped) or ``refused`` (released before, or the client is gone).
+        ``claim`` names the purpose of the gang, empty for none. An ``alone`` gang is granted no host on which another
+        lease holds workers. ``state`` of the answer is ``granted`` (with ``workers``), ``queued`` (with the counts
+        ``known``, ``held``, ``leases`` and ``draining``, and ``claimed`` where it waits for a lease with the same
+        claim), ``impossible`` (too wide for the cluster for ``grace_s`` seconds; the request is then dropped) or
+        ``refused`` (released before, or the client is gone).
         """
         if lease in self._released or holder not in self._scheduler.clients:
             return {"state": "refused"}
@@ -195,7 +195,7 @@ class GangPlugin(SchedulerPlugin):
         self._grant()
 
     async def check(self, *, lease: str) -> dict[str, Any]:
-        """Whether a lease is ``held``, which of its workers have died, and ``why`` it was ended where that is known."""
+        """Whether a lease is ``held``, its dead workers as ``lost``, and ``why`` it was ended where that is known."""
         held = self._leases.get(lease)
         if held is None:
             return {"held": False, "lost": [], "why": self._ended.get(lease, "")}
@@ -212,7 +212,7 @@ class GangPlugin(SchedulerPlugin):
         }
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """A worker appeared; what it ran for another scheduler may still run."""
+        """A worker appeared; it may still run something for another scheduler."""
         for request in self._queue:
             self._is_impossible(request)
         self._drain(worker, sweeps=1)
@@ -238,9 +238,9 @@ class GangPlugin(SchedulerPlugin):
             self.drop_silent()
 
     def drop_silent(self) -> None:
-        """Drop the requests and leases of which nothing was heard for too long."""
+        """Drop the requests and leases whose clients have been silent for too long."""
         now = self._clock()
-        # What passed while the scheduler itself stood still is no silence: nobody could ask.
+        # Time in which the scheduler itself stood still is no silence: no client could ask.
         passed_s, self._listened_at = min(now - self._listened_at, 2 * LISTEN_EVERY_S), now
         for request in tuple(self._queue):
             request.silent_s += passed_s
@@ -248,7 +248,7 @@ class GangPlugin(SchedulerPlugin):
                 self._queue.remove(request)
         for lease, held in tuple(self._leases.items()):
             held.silent_s += passed_s
-            # Until its client knows of it, it is a request still.
+            # Until its client has the answer, it counts as a request.
             if held.silent_s > (SILENT_LEASE_S if held.is_told else SILENT_REQUEST_S):
                 self._end(lease, sweeps=2, why=_SILENT.format(held.silent_s))
         self._grant()
@@ -266,8 +266,8 @@ class GangPlugin(SchedulerPlugin):
         ]
 
     def _grant(self) -> None:
-        # The first in the queue is served first, even if a later one would fit: a wide gang never starves. One whose
-        # claim is held waits for that lease and not for workers, so it holds up nobody.
+        # The first in the queue is served first, even if a later one would fit, so that a wide gang never starves. A
+        # request whose claim is held waits for that lease and not for workers, so it is passed over.
         for request in tuple(self._queue):
             if self._is_claimed(request.claim):
                 continue
@@ -298,10 +298,10 @@ class GangPlugin(SchedulerPlugin):
         _remember(self._released, lease, None)
 
     def _end(self, lease: str, *, sweeps: int, why: str = "") -> None:
-        held = self._leases.pop(lease, None)
+        ended = self._leases.pop(lease, None)
         if why:
             _remember(self._ended, lease, why)
-        for worker in held.workers if held else ():
+        for worker in ended.workers if ended else ():
             self._drain(worker, sweeps=sweeps)
 
     def _drain(self, worker: str, *, sweeps: int) -> None:
@@ -312,12 +312,12 @@ class GangPlugin(SchedulerPlugin):
             sweep.add_done_callback(self._sweeps.discard)
 
     async def _sweep(self, worker: str, *, sweeps: int) -> None:
-        """Ask until ``worker`` has said ``sweeps`` times in a row that it is empty, or is gone."""
+        """Ask until ``worker`` has answered ``sweeps`` times in a row that it is empty, or is gone."""
         clean = 0
         try:
             while worker in self._scheduler.workers:
                 is_empty = False
-                # Also what nobody foresaw: a worker that cannot answer is asked again, and one that is gone drops out.
+                # Whatever the error: a worker that cannot answer is asked again, and one that is gone drops out.
                 with contextlib.suppress(Exception):
                     is_empty = await asyncio.wait_for(self._is_empty(worker), SWEEP_TIMEOUT_S)
                 clean = clean + 1 if is_empty else 0
@@ -331,7 +331,7 @@ class GangPlugin(SchedulerPlugin):
     async def _is_empty(self, worker: str) -> bool:
         running = await self._call_sweep(worker)
         known = self._scheduler.workers.get(worker)
-        # A rank that is on its way there is not in the worker's own count yet.
+        # The worker does not count a rank that is still on its way to it.
         return running == 0 and known is not None and not known.processing
 
     async def _call_sweep(self, worker: str) -> int:
@@ -339,5 +339,5 @@ class GangPlugin(SchedulerPlugin):
         if answer["status"] != "OK":
             raise OSError(f"the sweep of {worker} failed")
         result = answer["result"]
-        # The scheduler passes results on unread.
+        # The scheduler passes results on without deserialising them.
         return int(deserialize(result.header, result.frames) if isinstance(result, Serialized) else result)

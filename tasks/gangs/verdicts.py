@@ -1,4 +1,4 @@
-"""What all rows of a cell say together: when it was cold, whether it came to rest, and whether it is of any use."""
+"""Judge a cell by all of its rows: when it was cold, whether it settled, and whether its times are of any use."""
 
 import statistics
 from collections import defaultdict
@@ -6,28 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from precision_time.storage.schema import IterationTiming
-from precision_time.tasks.ranks.steady_state import LEAST_MEASURED, STEADY_TOLERANCE, find_regimes
+from precision_time.tasks.ranks.steady_state import LEAST_MEASURED, STEADY_TOLERANCE, find_levels
 
-__all__ = ["judge_rows", "mark_regimes"]
+__all__ = ["judge_rows", "mark_levels"]
 
-#: Share of the host's CPU time beyond which what is left for the cell times its neighbours. Ordinary contention is
+#: Share of the host's CPU time for others, above which the cell's times are those of its neighbours. Less contention is
 #: recorded and marked.
 MOST_OTHERS = 0.97
-#: Interquartile range over the median beyond which an unsettled cell has no median worth the name.
+#: Interquartile range over the median, above which the median of an unsettled cell is useless.
 MOST_SPREAD = 1.0
 
 
-def mark_regimes(rows: Sequence[IterationTiming]) -> list[IterationTiming]:
+def mark_levels(rows: Sequence[IterationTiming]) -> list[IterationTiming]:
     """``rows`` of all ranks with ``is_cold`` and ``is_settled``.
 
-    The series is that of the slowest rank in every step, warm-up included and steps that loss scaling left out
-    excluded. Cold is what lies before the last change of level, if enough measured steps lie after it; a change so late
-    that there are too few leaves the cell unsettled, and all of its measured steps count.
+    The series has the slowest rank of every step, with warm-up and without the steps that loss scaling left out. Steps
+    before the last change of level are cold, if enough measured steps follow it; after a later change the cell counts
+    as unsettled, with all of its measured steps.
     """
     series = _slowest(rows)
     steps = list(series)
-    found = find_regimes(list(series.values()), tolerance=STEADY_TOLERANCE[rows[0].device_type])
-    settled, first = found.settled, steps[found.steady_from] if steps else 0
+    levels = find_levels(list(series.values()), tolerance=STEADY_TOLERANCE[rows[0].device_type])
+    settled, first = levels.settled, steps[levels.steady_from] if steps else 0
     measured = {row.step for row in rows if not row.is_warmup}
     if sum(step >= first for step in steps if step in measured) < min(LEAST_MEASURED, len(measured)):
         settled, first = False, 0
@@ -35,7 +35,7 @@ def mark_regimes(rows: Sequence[IterationTiming]) -> list[IterationTiming]:
 
 
 def judge_rows(rows: Sequence[IterationTiming]) -> tuple[str, str] | None:
-    """(cause, message) when the measured steps of a cell are all of no use, else None; noise alone is no reason."""
+    """(cause, message) when no measured step of a cell is of use, else None; noise alone is no reason."""
     measured = [row for row in rows if not row.is_warmup and not row.is_cold]
     series = _slowest(measured)
     if not series:
@@ -56,7 +56,7 @@ def judge_rows(rows: Sequence[IterationTiming]) -> tuple[str, str] | None:
 
 
 def _slowest(rows: Sequence[IterationTiming]) -> Mapping[int, float]:
-    """Seconds of the slowest rank by step, in order, less the steps that any rank skipped."""
+    """Seconds of the slowest rank by step, in order, without the steps that any rank skipped."""
     times: dict[int, float] = defaultdict(float)
     skipped = set()
     for row in rows:

@@ -1,1 +1,1 @@
-"""What the device at hand is and how fast it computes, and how long a few real iterations take on it."""
+"""Probes of this machine: its device and speed, and a few real iterations of a model on it."""

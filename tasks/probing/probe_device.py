@@ -1,4 +1,4 @@
-"""Find out in a fresh process what this machine is, which precisions it runs, and how fast it computes."""
+"""Probe this machine in a fresh process: what it is, which precisions it runs, and how fast it computes."""
 
 import argparse
 import contextlib
@@ -30,10 +30,10 @@ __all__ = ["ProbeReport", "cpu_hardware_name", "probe_device"]
 
 DEVICES = ("auto", "cpu", "cuda")
 
-#: Importing torch on a busy machine, trying each precision, the all-reduce; beside the measuring itself.
+#: Time for importing torch on a busy machine, trying each precision and the all-reduce, beside the measuring itself.
 STARTUP_S = 120.0
 ALL_REDUCE_TIMEOUT_S = 20.0
-#: Shares of the measuring time.
+#: Shares of the measuring time: matrix products, copies, launches.
 PRODUCT_SHARE, COPY_SHARE, LAUNCH_SHARE = 0.7, 0.2, 0.1
 
 PRODUCT_SIDES = (256, 512, 1024, 2048, 4096, 8192)
@@ -45,10 +45,10 @@ SMALL_MESSAGE_BYTES = 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What a campaign must know of the machine before it plans: ``unsupported`` maps a precision to the reason.
+    """The facts of a machine that a plan needs; ``unsupported`` maps a precision to the reason.
 
-    ``device_count`` are the ranks that one host takes, ``worker_count`` those that all ``host_count`` hosts of a
-    cluster take side by side; None where this machine is all there is.
+    ``device_count`` is the number of ranks that fit on one host, ``worker_count`` the number that fit on all
+    ``host_count`` hosts of a cluster together; None without a cluster.
     """
 
     environment: Environment
@@ -60,7 +60,7 @@ class ProbeReport:
 
     @property
     def most_ranks(self) -> int:
-        """Ranks that run side by side on all hosts."""
+        """How many ranks fit on all hosts together."""
         return max(1, self.device_count if self.worker_count is None else self.worker_count)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,18 +92,18 @@ def probe_device(device: str = "auto", *, seconds: float = 3.0) -> ProbeReport:
 
     ``device`` is ``cpu``, ``cuda`` or ``auto`` (a GPU if there is one). A CPU, and a GPU that the shipped table does
     not know, is measured for about ``seconds``. Raises ``InputError`` when the device is not there: a CPU never
-    stands in for a GPU that was asked for.
+    replaces a requested GPU.
     """
     if device not in DEVICES:
         raise InputError("device is not usable", got=repr(device), expected=f"one of {', '.join(DEVICES)}")
-    # As the ranks of a campaign run: see tasks/processes/rank_process.py.
+    # Like the ranks of a campaign: see tasks/processes/rank_process.py.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="precision-time-probe-") as folder:
-        out = Path(folder) / "probe.json"
+        result = Path(folder) / "probe.json"
         command = [sys.executable, "-m", "precision_time.tasks.probing.probe_device", "--device", device,
-                   "--json", str(out), "--seconds", str(seconds)]  # fmt: skip
+                   "--json", str(result), "--seconds", str(seconds)]  # fmt: skip
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, env=environment, timeout=STARTUP_S + seconds, check=False
@@ -112,15 +112,15 @@ def probe_device(device: str = "auto", *, seconds: float = 3.0) -> ProbeReport:
             raise PrecisionTimeError(
                 "the probe of this machine did not end", got=f"{error.timeout:g} s", fix="look for a hung GPU driver"
             ) from error
-        if done.returncode == InputError.exit_code and out.exists():
-            raise InputError(**json.loads(out.read_text(encoding="utf-8")))
+        if done.returncode == InputError.exit_code and result.exists():
+            raise InputError(**json.loads(result.read_text(encoding="utf-8")))
         if done.returncode != 0:
             raise PrecisionTimeError(
                 "the probe of this machine failed",
                 got=f"exit code {done.returncode}: {' | '.join(done.stderr.splitlines()[-3:])}",
                 fix="install precision-time[campaign], and see whether python -c 'import torch' works",
             )
-        return ProbeReport.from_dict(json.loads(out.read_text(encoding="utf-8")))
+        return ProbeReport.from_dict(json.loads(result.read_text(encoding="utf-8")))
 
 
 def cpu_hardware_name(cpu_model: str, cores: int) -> str:
@@ -162,10 +162,10 @@ def _driver_version(path: str = "/proc/driver/nvidia/version") -> str:
 def _probe(device: str, *, seconds: float) -> ProbeReport:
     import torch
 
-    from precision_time.tasks.ranks.policies import reason_unsupported
+    from precision_time.tasks.ranks.apply_precision import reason_unsupported
 
-    found = torch.cuda.is_available() if device != "cpu" else False
-    if device == "cuda" and not found:
+    has_gpu = torch.cuda.is_available() if device != "cpu" else False
+    if device == "cuda" and not has_gpu:
         raise InputError(
             "no CUDA GPU can be used here",
             got=f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs",
@@ -174,28 +174,28 @@ def _probe(device: str, *, seconds: float) -> ProbeReport:
         )
     cpu_model, cores = _cpu_model(), _cpu_cores()
     common: dict[str, Any] = {"cpu_model": cpu_model, "cpu_cores": cores, "framework_version": torch.__version__}
-    if found:
-        chosen = torch.device("cuda:0")
+    if has_gpu:
+        probed = torch.device("cuda:0")
         hardware, count = _gpu_hardware(seconds=seconds), torch.cuda.device_count()
         environment = Environment(
             device_type="cuda", gpu=hardware.name, driver_version=_driver_version(),
             cuda_version=torch.version.cuda or "", backend="nccl", **common,
         )  # fmt: skip
     else:
-        chosen = torch.device("cpu")
-        # Before torch has threads: what is forked then has none that it misses.
+        probed = torch.device("cpu")
+        # Before torch starts threads, since they would not survive the fork.
         latency_s, link_bytes_per_s = _measure_all_reduce() if cores > 1 else (None, None)
         hardware, count = _cpu_hardware(cpu_model, cores, seconds=seconds), cores
         if latency_s is not None and link_bytes_per_s is not None:
             hardware = replace(hardware, all_reduce_latency_s=latency_s, link_bytes_per_s=link_bytes_per_s)
         environment = Environment(device_type="cpu", gpu=hardware.name, backend="gloo", **common)
-    reasons = {name: reason_unsupported(policy, device=chosen) for name, policy in PRECISIONS.items()}
+    reasons = {name: reason_unsupported(policy, device=probed) for name, policy in PRECISIONS.items()}
     unsupported = {name: reason for name, reason in reasons.items() if reason is not None}
     return ProbeReport(environment=environment, device_count=count, unsupported=unsupported, hardware=hardware)
 
 
 def _cpu_hardware(cpu_model: str, cores: int, *, seconds: float) -> HardwareSpec:
-    """The measured CPU. Its rates are of all cores together, which the ranks of a cell share."""
+    """The CPU as measured. Its rates are those of all cores together, which the ranks of a cell share."""
     import torch
 
     generic = known_hardware()["cpu"]
@@ -215,7 +215,7 @@ def _cpu_hardware(cpu_model: str, cores: int, *, seconds: float) -> HardwareSpec
 
 
 def _gpu_hardware(*, seconds: float) -> HardwareSpec:
-    """The shipped entry of the GPU; an unknown one is measured, with the links of a plain PCIe card assumed."""
+    """The shipped entry of the GPU; an unknown GPU is measured, and gets the links of a plain PCIe card."""
     import torch
 
     name = torch.cuda.get_device_name(0)
@@ -244,7 +244,7 @@ def _gpu_hardware(*, seconds: float) -> HardwareSpec:
 
 
 def _best_s(run: Callable[[], Any], device: "torch.device", *, seconds: float) -> float:
-    """Seconds of the fastest of the runs that fit into ``seconds``, after one that is not counted."""
+    """Seconds of the fastest run among those that fit into ``seconds``, after one that is not counted."""
     import torch
 
     def timed() -> float:
@@ -262,7 +262,7 @@ def _best_s(run: Callable[[], Any], device: "torch.device", *, seconds: float) -
 
 
 def _product_rates(device: "torch.device", *, formats: tuple[str, ...], seconds: float) -> dict[str, float]:
-    """FLOP/s (2 per multiply-add) of square matrix products in each format, the largest that fits the time."""
+    """FLOP/s (2 per multiply-add) of square matrix products in each format, the best over sizes that fit the time."""
     import torch
 
     dtypes = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -284,7 +284,7 @@ def _product_rates(device: "torch.device", *, formats: tuple[str, ...], seconds:
 
 
 def _copy_rate(device: "torch.device", *, seconds: float) -> float:
-    """Bytes per second read plus written by a copy inside the device's memory."""
+    """Bytes per second, read plus written, of a copy inside the device's memory."""
     import torch
 
     source = torch.zeros(COPY_BYTES // 4, device=device)
@@ -307,7 +307,7 @@ def _launch_overhead(device: "torch.device", *, seconds: float) -> float:
 
 
 def _measure_all_reduce() -> tuple[float | None, float | None]:
-    """(latency in s, bytes per second) of an all-reduce over two gloo ranks of this host; None if they did not meet.
+    """(latency in s, bytes per second) of an all-reduce over two gloo ranks of this host; None if it failed.
 
     Two ranks: t = latency + S / B.
     """

@@ -1,4 +1,4 @@
-"""Time a few real iterations of a model on the device at hand, and predict its other settings from them."""
+"""Time a few real iterations of a model on this machine's device, and predict its other settings from them."""
 
 import dataclasses
 import itertools
@@ -20,23 +20,29 @@ from precision_time.predictor.setup.hardware import HardwareSpec, find_hardware,
 from precision_time.predictor.setup.precision import PRECISIONS, parse_precision
 from precision_time.predictor.setup.training_setup import TrainingSetup
 from precision_time.predictor.workloads.workload import WorkloadFeatures, known_workloads
-from precision_time.storage.errors import InputError, PrecisionTimeError, PrecisionUnsupportedError, UnknownNameError
+from precision_time.storage.errors import (
+    InputError,
+    PrecisionTimeError,
+    PrecisionUnsupportedError,
+    StorageError,
+    UnknownNameError,
+)
 from precision_time.storage.schema import GridCell
 from precision_time.tasks.gangs.record_cell import read_fragments
 from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
-from precision_time.tasks.processes.single_rank import profile_here
+from precision_time.tasks.processes.rank_process import profile_here
 from precision_time.tasks.ranks.job import MeasurementLimits
 
 __all__ = ["DEFAULT_BATCHES", "DEFAULT_PRECISIONS", "ModelProbe", "ProbedTime", "choose_measured", "probe_model"]
 
-#: Where nothing is asked for: the policies that people train in, as far as the device runs them and computes their
-#: products no slower than fp32 ones (some CPUs take seconds for a step in fp16), and two batches.
+#: By default: the usual policies, as far as the device runs them and computes their products no slower than fp32 ones
+#: (some CPUs take seconds for a step in fp16), and two batches.
 DEFAULT_PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
 DEFAULT_BATCHES = (8, 32)
 
-#: A precision and the samples of one GPU in one micro-step: what is measured, on one device.
+#: A precision and the samples of one GPU in one micro-step, measured on one device.
 Setting = tuple[str, int]
-#: Seconds of iterations of each setting, in the order measured, and why others have none.
+#: Seconds of iterations by setting, and the reason of each failed setting.
 Timings = tuple[dict[Setting, list[float]], dict[Setting, str]]
 Timer = Callable[..., Timings]
 
@@ -45,9 +51,9 @@ Timer = Callable[..., Timings]
 class ProbedTime:
     """One line of a probe. Times are seconds of one optimizer step; ``low_s`` and ``high_s`` bound the predicted one.
 
-    ``measured_s`` is the median of ``steps`` real iterations, None where nothing was measured. A setting that was
-    measured for the calibration (``is_calibrating``) is predicted here from the other ones alone, so that the two can
-    be compared. ``known_by`` says by which measured rows the prediction was corrected.
+    ``measured_s`` is the median of ``steps`` real iterations, None without a measurement. A setting that was measured
+    for the calibration (``is_calibrating``) is predicted here from the other settings alone, so that both can be
+    compared. ``known_by`` names the measured rows by which the prediction was corrected.
     """
 
     precision: str
@@ -64,7 +70,7 @@ class ProbedTime:
 
     @property
     def error(self) -> float | None:
-        """predicted / measured - 1, None where nothing was measured."""
+        """predicted / measured - 1, None without a measurement."""
         return None if self.measured_s is None else self.predicted_s / self.measured_s - 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,10 +80,10 @@ class ProbedTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProbe:
-    """What a probe of a model found: the device, a line for each setting, and the calibration behind them.
+    """The result of a probe of a model: the device, a line for each setting, and the calibration behind them.
 
-    ``level`` is that of the intervals, ``left_out`` says in words what could not be measured or predicted, and
-    ``load_average`` (one minute, of the host) how busy the machine was after the last iteration.
+    ``level`` is the confidence level of the intervals, ``left_out`` lists in words what could not be measured or
+    predicted, and ``load_average`` (one minute, of the host) shows how busy the machine was after the last iteration.
     """
 
     model: str
@@ -89,7 +95,7 @@ class ModelProbe:
     load_average: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; the calibration is what ``Calibration.save`` writes."""
+        """Plain values for JSON; the calibration as ``Calibration.save`` writes it."""
         return {
             "model": self.model,
             "device": self.device.to_dict(),
@@ -103,11 +109,11 @@ class ModelProbe:
 
 
 def choose_measured(precisions: Sequence[str], batches: Sequence[int]) -> tuple[Setting, ...]:
-    """What is measured where nothing else is asked for: the first precision at the smallest and the largest batch, and
-    each other one at the smallest.
+    """The settings measured by default: the first precision at the smallest and the largest batch, each other precision
+    at the smallest.
 
-    Two batches part what an iteration costs by sample from what it costs whatever the batch; one row of a precision
-    tells how much of its nominal gain this device gives, which no data sheet does.
+    Two batches separate the cost of a sample from the fixed cost of an iteration. One row of a precision shows how much
+    of its nominal gain this device reaches, which no data sheet does.
     """
     ends = sorted({min(batches), max(batches)})
     return (*((precisions[0], batch) for batch in ends), *((name, ends[0]) for name in precisions[1:]))
@@ -133,17 +139,17 @@ def probe_model(
     """Time real training iterations of ``model`` on one device of this machine, and predict its other settings.
 
     ``model`` is one of the named workloads, or ``module:factory``, a function that returns a
-    ``tasks.workloads.Workload``; ``device`` is as in ``probe_device``. Predicted are all ``precisions`` (by default
-    those of ``DEFAULT_PRECISIONS`` that pay on the device) at all ``batch_sizes`` (samples of one GPU) on ``gpus``
-    devices like this one and of ``other_gpus`` (names). Measured, each in a fresh process as in a campaign, are the
-    settings of ``measure`` or those of ``choose_measured``: ``steps`` iterations, ``rounds`` times in turn, of which
-    the median counts. ``check`` measures what else is predicted for one device of this machine too, and compares: the
-    calibration does not see it. ``artifact`` is what answers, as in ``predict_time``; ``report`` spares probing the
-    device, ``timer`` stands in for the measuring, and ``announce`` is told what comes next.
+    ``tasks.workloads.Workload``; ``device`` is as in ``probe_device``. The predictions cover all ``precisions`` (by
+    default those of ``DEFAULT_PRECISIONS`` that pay on the device) at all ``batch_sizes`` (samples of one GPU) on
+    ``gpus`` devices like this one and like ``other_gpus`` (names). The settings of ``measure``, or else those of
+    ``choose_measured``, are measured, each in a fresh process as in a campaign: ``steps`` iterations, ``rounds`` times
+    in turn, of which the median counts. ``check`` also measures the other settings that are predicted for one device of
+    this machine, without using them for the calibration. ``artifact`` answers as in ``predict_time``; with ``report``
+    the device is not probed; ``timer`` replaces the measuring; ``announce`` is called with the next step in words.
 
-    Raises ``UnknownNameError`` for a model, precision or GPU that is not known, ``InputError`` for numbers that make
-    no sense or a device that is not there, ``PrecisionUnsupportedError`` for a precision that the device cannot run,
-    and ``PrecisionTimeError`` when nothing could be measured.
+    Raises ``UnknownNameError`` for an unknown model, precision or GPU, ``InputError`` for numbers out of range or a
+    missing device, ``PrecisionUnsupportedError`` for a precision that the device cannot run, and
+    ``PrecisionTimeError`` when nothing could be measured.
     """
     if ":" not in model and model not in known_workloads():
         raise UnknownNameError(
@@ -151,15 +157,15 @@ def probe_model(
         )
     _check_counts(batch_sizes=batch_sizes, gpus=gpus, steps=(steps,), rounds=(rounds,))
     published = _find_artifact(artifact)
-    carried = published.hardware if published is not None else ()
-    others = [find_hardware(name, measured=carried) for name in other_gpus]
+    measured_hardware = published.hardware if published is not None else ()
+    others = [find_hardware(name, measured=measured_hardware) for name in other_gpus]
     if report is None:
         announce("measuring the device for a few seconds")
         report = probe_device(device)
-    asked = _choose_precisions(precisions, report)
+    names = _choose_precisions(precisions, report)
     batches = tuple(sorted(set(batch_sizes)))
-    grid = list(itertools.product(asked, batches))
-    wanted = [(_runnable(name, report), batch) for name, batch in measure] or list(choose_measured(asked, batches))
+    grid = list(itertools.product(names, batches))
+    wanted = [(_runnable(name, report), batch) for name, batch in measure] or list(choose_measured(names, batches))
     _check_counts(batch_sizes=[batch for _, batch in wanted])
     calibrating = list(dict.fromkeys(wanted))
     checked = [setting for setting in grid if setting not in calibrating] if check else []
@@ -176,7 +182,7 @@ def probe_model(
             got="; ".join(f"{name} at batch {batch}: {why}" for (name, batch), why in failed.items())[:2000],
             fix="try a smaller batch, or see whether the model trains at all",
         )
-    # Only now: a walk of the user's own model brings torch into this process.
+    # Not earlier: the walk of a user's own model loads torch into this process.
     workload = resolve_model(model, measured=published.workloads if published is not None else ()).workload
     calibration = _calibrate(workload, {setting: timed[setting] for setting in known}, report, published)
     setups, left_out = _list_setups(
@@ -219,10 +225,10 @@ def _calibrate(
 
 def _check_counts(**counts: Iterable[object]) -> None:
     for name, values in counts.items():
-        found = list(values)
-        if not found:
-            raise InputError(f"{name}: nothing was given", expected="integers of at least 1")
-        for value in found:
+        numbers = list(values)
+        if not numbers:
+            raise InputError(f"{name} is empty", expected="integers of at least 1")
+        for value in numbers:
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1_000_000_000:
                 raise InputError(f"{name} is not usable", got=repr(value), expected="an integer of at least 1")
 
@@ -234,14 +240,14 @@ def _find_artifact(artifact: str | PublishedPredictor | None) -> PublishedPredic
 
 
 def _runnable(name: str, report: ProbeReport) -> str:
-    found = parse_precision(name).name
-    if found in report.unsupported:
+    precision = parse_precision(name).name
+    if precision in report.unsupported:
         raise PrecisionUnsupportedError(
-            f"{report.hardware.name} cannot run {found}",
-            got=report.unsupported[found],
+            f"{report.hardware.name} cannot run {precision}",
+            got=report.unsupported[precision],
             expected=f"one of {', '.join(supported_precisions(report.hardware))}",
         )
-    return found
+    return precision
 
 
 def _choose_precisions(precisions: Sequence[str], report: ProbeReport) -> list[str]:
@@ -256,10 +262,10 @@ def _choose_precisions(precisions: Sequence[str], report: ProbeReport) -> list[s
 
 
 def time_settings(model: str, settings: Sequence[Setting], *, report: ProbeReport, steps: int, rounds: int) -> Timings:
-    """Seconds of the measured iterations of each of ``settings`` on one device, and why others have none.
+    """Seconds of the measured iterations of each of ``settings`` on one device, and the reasons of failed ones.
 
-    ``rounds`` times in turn, so that a change in how busy the machine is falls on all of them. A setting that failed
-    is not tried again. Raises ``StorageError`` or ``OSError`` where the scratch folder cannot be written.
+    Each setting is timed ``rounds`` times in turn, so that a change in the machine's load affects all of them. A failed
+    setting is not tried again. Raises ``StorageError`` where the scratch folder cannot be written.
     """
     limits = MeasurementLimits(measured_steps=steps)
     timed: dict[Setting, list[float]] = {}
@@ -272,6 +278,8 @@ def time_settings(model: str, settings: Sequence[Setting], *, report: ProbeRepor
             with tempfile.TemporaryDirectory(prefix="precision-time-probe-") as scratch:
                 try:
                     seconds = _time_cell(cell, report=report, limits=limits, scratch=Path(scratch))
+                except StorageError:
+                    raise
                 except PrecisionTimeError as error:
                     failed[name, batch] = error.what
                     timed.pop((name, batch), None)
@@ -296,7 +304,7 @@ def _list_setups(
     known: Sequence[Setting],
     gpus: Sequence[int],
 ) -> tuple[list[TrainingSetup], list[str]]:
-    """What is predicted, the device at hand (the first) and one of it first, and what cannot be."""
+    """The setups to predict, those on one device of this machine first, and in words what cannot be predicted."""
     settings = list(settings)
     setups, left_out = [], []
     for place, hardware in enumerate(devices):
@@ -333,7 +341,7 @@ def _predict(
     known: Sequence[Setting],
     timed: Mapping[Setting, Sequence[float]],
 ) -> tuple[tuple[ProbedTime, ...], float]:
-    """A line for each setup and the level of their intervals; ``known`` are in the order of the calibration's rows."""
+    """A line for each setup and the level of their intervals; ``known`` has the order of the calibration's rows."""
     queries = [Query.of(setup) for setup in setups]
     answers = answer_queries(queries, published=published)
     corrected = calibration.correct(queries, answers)
@@ -342,12 +350,14 @@ def _predict(
         setting = (setup.precision.name, setup.batch_size)
         is_here = setup.hardware.name == here and setup.world_size == 1
         seconds = timed.get(setting, ()) if is_here else ()
-        found, row = corrected, place
+        answer, row = corrected, place
         if is_here and setting in known:
-            own = known.index(setting)
-            others = dataclasses.replace(calibration, rows=calibration.rows[:own] + calibration.rows[own + 1 :])
-            one = answer_queries(queries[place : place + 1], published=published)
-            found, row = (others.correct(queries[place : place + 1], one) if others.rows else one), 0
+            left_out = known.index(setting)
+            rows = calibration.rows[:left_out] + calibration.rows[left_out + 1 :]
+            query = queries[place : place + 1]
+            answer, row = answer_queries(query, published=published), 0
+            if rows:
+                answer = dataclasses.replace(calibration, rows=rows).correct(query, answer)
         times.append(
             ProbedTime(
                 precision=setup.precision.name,
@@ -357,10 +367,10 @@ def _predict(
                 measured_s=statistics.median(seconds) if seconds else None,
                 steps=len(seconds),
                 is_calibrating=is_here and setting in known,
-                predicted_s=float(found.parts.iteration_time_s[row]),
-                low_s=float(found.low_s[row]),
-                high_s=float(found.high_s[row]),
-                known_by=found.corrections[row] if found.corrections else "nothing else was measured",
+                predicted_s=float(answer.parts.iteration_time_s[row]),
+                low_s=float(answer.low_s[row]),
+                high_s=float(answer.high_s[row]),
+                known_by=answer.corrections[row] if answer.corrections else "nothing else was measured",
             )
         )
     return tuple(times), answers.level

@@ -1,1 +1,1 @@
-"""How the process of a rank is started, forked from a warm one, watched, and ended with all its children."""
+"""The process of a rank: started by a fork server or an interpreter, watched, and ended with all its children."""

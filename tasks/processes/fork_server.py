@@ -1,8 +1,8 @@
-"""A clean process that has torch imported and forks itself into the ranks that its worker asks for.
+"""The fork server: a clean process with torch imported, which forks itself into the ranks that its worker asks for.
 
-The two talk over one socket pair. The worker sends one byte and, with it, one end of a new socket pair for each rank;
-there the rank says ``pid N`` and reads what to run, and the template says ``ended CODE`` or ``refused WHY``. Either
-side sees the death of the other as the end of the stream. The worker's side is ``warm_starts``.
+The two talk over a socket pair. For each rank the worker sends one byte and one end of a new socket pair; on that the
+rank says ``pid N`` and reads what to run, and the server says ``ended CODE`` or ``refused WHY``. Either side sees the
+death of the other as the end of the stream. The worker's side is ``fork_client``.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from precision_time.tasks.ranks.rank import PARENT_VARIABLE
 
 __all__ = ["LOADING_SETTINGS", "TITLE_BYTES", "serve", "show_command", "unfit_reason"]
 
-#: What every rank imports before its first step. Optimizers import ``torch._dynamo`` when first used (2 s).
+#: The modules that every rank needs before its first step. Optimizers import ``torch._dynamo`` on first use (2 s).
 MODULES = (
     "torch",
     "torch.distributed",
@@ -34,20 +34,21 @@ MODULES = (
     "torch.profiler",
     "torch._dynamo",
     "precision_time.tasks.ranks.timed_loop",
-    "precision_time.tasks.ranks.policies",
+    "precision_time.tasks.ranks.apply_precision",
     "precision_time.tasks.ranks.rank",
     "precision_time.tasks.workloads",
 )
 
-#: In force while the template loads, not in its ranks. Arrow's jemalloc would start a thread when it is imported.
+#: Variables while the server loads its modules; its ranks have their own.
 LOADING_SETTINGS = {
+    # Arrow's jemalloc would start a thread when it is imported.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     # OpenBLAS would start its threads when numpy is imported.
     "OPENBLAS_NUM_THREADS": "1",
-    # A module that asks while it is imported whether there is a GPU is told by NVML, which leaves CUDA alone.
+    # A module may ask for GPUs while it is imported: NVML answers that without initialising CUDA.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-#: What writes the rows; left out where Arrow was built so that its import starts a thread all the same.
+#: The modules that write rows; not imported where a build of Arrow starts a thread on import all the same.
 ARROW_MODULES = ("precision_time.storage.timings", "pyarrow.parquet")
 
 #: Room for the command line that ``ps`` shows for a rank.
@@ -55,10 +56,10 @@ TITLE_BYTES = 1024
 
 
 def unfit_reason() -> str:
-    """Why this process must not fork ranks, or an empty text: threads die in a fork, and so does a CUDA context."""
+    """Why this process must not fork ranks, empty if it may: threads and a CUDA context do not survive a fork."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
-        return f"{threads} threads run where one may"
+        return f"{threads} threads run instead of one"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is initialised"
@@ -66,7 +67,7 @@ def unfit_reason() -> str:
 
 
 def _start_no_thread(names: tuple[str, ...]) -> bool:
-    """Whether modules can be imported here and leave this process fit to fork; a child of it tries."""
+    """Whether these modules can be imported without starting a thread; a child process tries it."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -78,8 +79,8 @@ def _start_no_thread(names: tuple[str, ...]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-class _Server:
-    """The template's loop: fork a rank for each request, reap it with its children, end when the worker ends."""
+class _ForkLoop:
+    """The server's loop: fork a rank for each request, reap it with its children, end when the worker ends."""
 
     def __init__(self, control: socket.socket) -> None:
         self.control, self.worker, self.pid = control, os.getppid(), os.getpid()
@@ -98,9 +99,9 @@ class _Server:
         if reason:
             self.control.sendall(f"unfit {reason}\n".encode())
             return None
-        # The log that this process was started with belongs to the first cell, whose folder will go.
+        # The log of this process's start is in the folder of the first cell, which will be removed.
         _redirect(os.devnull, (1, 2), os.O_WRONLY)
-        # What is imported stays: a collection in a rank need not walk it, and its pages stay shared.
+        # Imported objects stay: a collection in a rank need not visit them, and their pages stay shared.
         gc.collect()
         gc.freeze()
         self.control.sendall(b"ready\n")
@@ -116,12 +117,12 @@ class _Server:
             if self.stopping or os.getppid() != self.worker:
                 return self._end_all()
             if self.control.fileno() in ready:
-                asked, files, _, _ = socket.recv_fds(self.control, 1, 1)
-                if not asked:
+                order, files, _, _ = socket.recv_fds(self.control, 1, 1)
+                if not order:
                     return self._end_all()
                 if files:
                     self._fork(socket.socket(fileno=files[0]))
-                retiring = retiring or asked == b"q"
+                retiring = retiring or order == b"q"
         return None
 
     def _obey_signals(self) -> None:
@@ -130,9 +131,9 @@ class _Server:
 
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # What outlives its rank comes to this process, which can then end it.
+        # Processes that outlive their rank become children of this one, which can then end them.
         adopt_orphans()
-        # Until here it ended this process at once; now the ranks and their children have to go first.
+        # Until now the signal ended this process at once; from here on the ranks and their children must end first.
         signal.signal(signal.SIGTERM, stop)
 
     def _fork(self, report: socket.socket) -> None:
@@ -154,7 +155,7 @@ class _Server:
         self.ranks[pid] = report
 
     def _become_rank(self, report: socket.socket) -> None:
-        """Be what a fresh interpreter would be, and run the rank; never returns."""
+        """Turn this fork into what a fresh interpreter would be, and run the rank; never returns."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -163,12 +164,12 @@ class _Server:
             other.close()
         os.close(self.wake_read)
         os.close(self.wake_write)
-        # Known after the fork only. A CUDA that was so much as asked for its devices before does not work after it.
+        # Known only after the fork: CUDA does not work in it if the server did so much as ask for its devices.
         if sys.modules["torch"].cuda._is_in_bad_fork():
             report.sendall(b"refused CUDA was touched\n")
             os._exit(1)
         with report, report.makefile("rb") as stream:
-            # From here on the worker can end it as a whole.
+            # From here on the worker can end the whole session.
             report.sendall(f"pid {os.getpid()}\n".encode())
             request = json.loads(stream.readline())
         _redirect(request["log"], (1, 2), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -179,15 +180,15 @@ class _Server:
         sys.argv = [str(ranks.__file__), job, str(rank)]
         show_command([sys.executable, "-m", ranks.__name__, job, str(rank)])
         _use_openblas_threads(environment.get("OPENBLAS_NUM_THREADS", environment["OMP_NUM_THREADS"]))
-        # Python reseeds its own generator in a fork; torch's has not been drawn from.
+        # Python reseeds its own generator in a fork; torch's has given no number yet.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
-        # A module that was written a moment ago must be found.
+        # A module may have been written since the server started.
         importlib.invalidate_caches()
         ranks.main(job, rank)
 
     def _reap(self) -> None:
-        """Report the ranks that ended, each only when its children are killed; reap what it left behind."""
+        """Report each rank that ended, after its children are killed, and reap the processes that it left behind."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -197,7 +198,7 @@ class _Server:
                 return
             report = self.ranks.get(ended.si_pid)
             if report is not None:
-                # Before it is reaped: its number, and so its session's, cannot be another's yet.
+                # Before it is reaped: until then no other process can have its number.
                 kill_family(ended.si_pid)
             _, status = os.waitpid(ended.si_pid, 0)
             if report is not None:
@@ -207,7 +208,7 @@ class _Server:
                     report.sendall(f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
 
     def _kill_strays(self) -> None:
-        """Kill what daemonised itself out of a rank's session; while another rank runs it may be that one's."""
+        """Kill processes that left their rank's session; not while a rank runs, since they may belong to it."""
         if not self.ranks:
             for pid, (state, parent, _, _) in list_processes().items():
                 if parent == self.pid and state not in "ZX":
@@ -228,7 +229,7 @@ def _redirect(path: str, targets: tuple[int, ...], flags: int) -> None:
 
 
 def show_command(words: list[str]) -> None:
-    """Let ``ps`` show ``words`` as the command line of this process, cut to the room that it was started with."""
+    """Show ``words`` as the command line of this process in ``ps``, cut to the length of the original one."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         # proc_pid_stat(5): arg_start and arg_end are fields 48 and 49; the third is the first after the name.
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -240,7 +241,7 @@ def show_command(words: list[str]) -> None:
 
 
 def _use_openblas_threads(count: str) -> None:
-    """Give numpy's OpenBLAS the threads that it would have read from the environment when it was loaded."""
+    """Set the threads of numpy's OpenBLAS, which reads them from the environment only when it is loaded."""
     with contextlib.suppress(OSError, ValueError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
         for path in set(re.findall(r"/\S*openblas\S*", maps)):
@@ -255,14 +256,14 @@ def _use_openblas_threads(count: str) -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """Be a template for the process at the other end of ``control``, until that one ends or says so."""
-    # Tied to the thread that started this process, which lives as long as the worker: see ``Template._keep``.
+    """Run the fork server of the process at the other end of ``control``, until that ends or says so."""
+    # Tied to the thread that started this process; ``ForkServer._keep`` lives as long as the worker.
     end_with_parent(signal.SIGTERM)
     if str(os.getppid()) == os.environ.get(PARENT_VARIABLE):
         show_command([sys.executable, "-m", "precision_time.tasks.processes.fork_server"])
-        _Server(control).run()
+        _ForkLoop(control).run()
     sys.stdout.flush()
-    # No teardown: nothing of what was imported has anything to lose.
+    # No teardown: no imported module has anything to save.
     os._exit(0)
 
 

@@ -9,14 +9,14 @@ __all__ = ["kill_family", "list_processes"]
 
 
 def list_processes() -> dict[int, tuple[str, int, int, int]]:
-    """(state, parent, group, session) of every process of this host that can be seen; empty without /proc."""
-    found = {}
+    """(state, parent, group, session) of every visible process of this host, by its number; empty without /proc."""
+    processes = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             # The name stands in brackets and may hold anything.
             fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            found[int(entry.name)] = (fields[0], int(fields[1]), int(fields[2]), int(fields[3]))
-    return found
+            processes[int(entry.name)] = (fields[0], int(fields[1]), int(fields[2]), int(fields[3]))
+    return processes
 
 
 def _family(pid: int) -> set[int]:
@@ -25,7 +25,7 @@ def _family(pid: int) -> set[int]:
     children: dict[int, list[int]] = {}
     for child, (_, parent, _, _) in processes.items():
         children.setdefault(parent, []).append(child)
-    waiting = [pid, *(found for found, (_, _, group, session) in processes.items() if pid in (group, session))]
+    waiting = [pid, *(other for other, (_, _, group, session) in processes.items() if pid in (group, session))]
     family: set[int] = set()
     while waiting:
         member = waiting.pop()
@@ -36,9 +36,9 @@ def _family(pid: int) -> set[int]:
 
 
 def kill_family(pid: int) -> None:
-    """Kill the session ``pid`` and every descendant of it, those in sessions of their own too."""
+    """Kill the session ``pid`` and all of its descendants, also those in sessions of their own."""
     stopped: set[int] = set()
-    # Stopped first: whoever dies first would orphan the others, and nothing tells then whose they were.
+    # Stopped first: the death of one would orphan the others, and then nothing shows where they belonged.
     while fresh := _family(pid) - stopped:
         _signal_each(fresh, signal.SIGSTOP)
         stopped |= fresh

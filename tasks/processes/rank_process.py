@@ -1,4 +1,4 @@
-"""The worker's side of a rank: start it in a fresh process, wait for it, end it at its deadline, say how it ended."""
+"""The process of a rank: start it, wait for it, end it at its deadline, and report how it ended."""
 
 import contextlib
 import json
@@ -9,50 +9,60 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 from urllib.parse import urlsplit
 
 from precision_time.storage.errors import InputError
-from precision_time.tasks.processes.environment import training_environment
-from precision_time.tasks.processes.fork_client import ForkedRank, RankRequest, TemplateLost, Templates
+from precision_time.storage.schema import Environment, GridCell
+from precision_time.tasks.processes.fork_client import ForkClient, ForkedRank, ForkServerLost, RankRequest
 from precision_time.tasks.processes.process_families import kill_family
 from precision_time.tasks.processes.running_ranks import RunningRank, register_rank
-from precision_time.tasks.ranks.job import RankJob
-from precision_time.tasks.ranks.rank import PARENT_VARIABLE, failure_path, fragment_path
-from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES
+from precision_time.tasks.processes.training_environment import training_environment
+from precision_time.tasks.ranks.job import REFUSAL_CAUSES, Attempt, CellReceipt, MeasurementLimits, RankJob
+from precision_time.tasks.ranks.rank import PARENT_VARIABLE
 
-__all__ = ["RankReport", "assign_devices", "run_rank", "visible_devices"]
+__all__ = ["RankReport", "assign_devices", "profile_here", "report_loss", "run_rank", "visible_devices"]
 
 LOG_LINES = 8
 _SELF_EXPLAINED = REFUSAL_CAUSES | {"nan loss", "environment changed"}
-#: After a rank was killed, how long its end may take to be reported.
+#: How long the report of a killed rank's end may take.
 ENDING_S = 10.0
 
-#: ``0`` starts every rank in a fresh interpreter; for comparisons.
-_TEMPLATE_VARIABLE = "PRECISION_TIME_TEMPLATE"
+#: ``0`` starts every rank in a fresh interpreter, for comparisons.
+_FORK_VARIABLE = "PRECISION_TIME_TEMPLATE"
 
 
-_templates = Templates()
+_fork_client = ForkClient()
 
 
 class RankReport(TypedDict):
-    """How one rank ended; ``peer_lost`` says that it failed only because another one had gone."""
+    """How a rank, or all ranks of a launcher, ended; ``cause`` is empty when they ended well.
 
-    rank: int
-    returncode: int | None
+    ``fragments`` are the files that their rows belong in; ``peer_lost`` says that a rank failed only because another
+    one had gone.
+    """
+
     cause: str
     message: str
-    fragment: str
+    fragments: list[str]
     peer_lost: bool
     ended_at: float
     host: str
 
 
-def run_rank(job_json: str, rank: int) -> RankReport:
-    """Run one rank in a fresh process of its own session, and kill that session at the deadline.
+def report_loss(message: str, *, cause: str = "lost contact") -> RankReport:
+    """The report of ranks of which nothing is known but ``message``."""
+    return RankReport(
+        cause=cause, message=message, fragments=[], peer_lost=False, ended_at=time.time(), host=socket.gethostname()
+    )
 
-    The process is forked from a template that has torch imported; where there is none it is a fresh interpreter. The
+
+def run_rank(job_json: str, rank: int) -> RankReport:
+    """Run one rank in a process and a session of its own, and kill that session at the deadline.
+
+    The process is forked by the fork server, which has torch imported; without one it is a fresh interpreter. The
     deadline counts from its start. Runs on a Dask worker or in any other process; never raises for what the rank does.
     """
     job = RankJob.from_json(job_json)
@@ -63,28 +73,23 @@ def run_rank(job_json: str, rank: int) -> RankReport:
         job=str(scratch / "job.json"), rank=rank, log=str(log_path), environment=_rank_environment(job, rank)
     )
     cause, message, peer_lost = "", "", False
-    returncode: int | None = None
     try:
         returncode = _run_process(request, timeout_s=job.limits.timeout_s)
     except TimeoutError:
-        # What killing it came to.
-        returncode = -signal.SIGKILL
         cause, message = "timed out", f"rank {rank} was killed after {job.limits.timeout_s:g} s"
-    except TemplateLost as error:
+    except ForkServerLost as error:
         cause, message = "lost contact", f"rank {rank}: {error}"
     else:
         if returncode != 0:
-            cause, message, peer_lost = _read_failure(failure_path(scratch, rank), returncode=returncode)
+            cause, message, peer_lost = _read_failure(job.failure_path(rank), returncode=returncode)
             message = f"rank {rank}: {message}"
-    # What the rank says itself is enough where the cause is ours; of anything else its log tells more.
+    # For causes of our own the rank's message is enough; for any other the end of its log is needed too.
     if cause and cause not in _SELF_EXPLAINED:
         message = "\n".join([message, *_last_lines(log_path)])
     return RankReport(
-        rank=rank,
-        returncode=returncode,
         cause=cause,
         message=message,
-        fragment=str(fragment_path(scratch, rank)),
+        fragments=[str(job.fragment_path(rank))],
         peer_lost=peer_lost,
         ended_at=time.time(),
         host=socket.gethostname(),
@@ -92,11 +97,11 @@ def run_rank(job_json: str, rank: int) -> RankReport:
 
 
 def _run_process(request: RankRequest, *, timeout_s: float) -> int:
-    """The exit code of the rank's process; raises ``TimeoutError`` and ``TemplateLost``, and leaves nothing of it."""
+    """The exit code of the rank's process, of which nothing is left; raises ``TimeoutError`` and ``ForkServerLost``."""
     with register_rank() as running:
-        # Linux only: elsewhere nothing ends a rank whose template died, and torch does not survive a fork on macOS.
-        if sys.platform == "linux" and os.environ.get(_TEMPLATE_VARIABLE) != "0":
-            forked = _templates.fork(request, is_over=lambda: running.is_ended)
+        # Linux only: elsewhere nothing ends a rank whose fork server died, and torch does not survive a fork on macOS.
+        if sys.platform == "linux" and os.environ.get(_FORK_VARIABLE) != "0":
+            forked = _fork_client.fork(request, is_over=lambda: running.is_ended)
             if forked is not None:
                 return _await_forked(forked, running=running, timeout_s=timeout_s)
         if running.is_ended:
@@ -111,8 +116,8 @@ def _await_forked(forked: ForkedRank, *, running: RunningRank, timeout_s: float)
             return forked.wait(timeout_s)
         except BaseException:
             kill_family(forked.pid)
-            # The template reaps it; only then is this worker free for another.
-            with contextlib.suppress(TimeoutError, TemplateLost):
+            # The server reaps it; only then is this worker free for another rank.
+            with contextlib.suppress(TimeoutError, ForkServerLost):
                 forked.wait(ENDING_S)
             raise
 
@@ -129,7 +134,7 @@ def _run_fresh(request: RankRequest, *, running: RunningRank, timeout_s: float) 
     except subprocess.TimeoutExpired:
         raise TimeoutError from None
     finally:
-        # Its data loaders and compilers go with it, however it ended.
+        # Its data loaders and compilers end with it, however it ended.
         kill_family(process.pid)
         process.wait()
 
@@ -143,7 +148,7 @@ def _rank_environment(job: RankJob, rank: int) -> dict[str, str]:
         PARENT_VARIABLE: str(os.getpid()),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        # A CPU rank must not touch a GPU, a GPU rank only its own: it is cuda:0 there.
+        # A CPU rank must not touch a GPU; a GPU rank sees its own alone, as cuda:0.
         "CUDA_VISIBLE_DEVICES": job.devices[rank] if job.devices else "",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -152,7 +157,7 @@ def _rank_environment(job: RankJob, rank: int) -> dict[str, str]:
 
 
 def _read_failure(path: Path, *, returncode: int) -> tuple[str, str, bool]:
-    """(cause, message, peer_lost) from what the rank left behind, else from how its process ended."""
+    """(cause, message, peer_lost) from the file that the rank left behind, else from the end of its process."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         values = json.loads(path.read_text(encoding="utf-8"))
         return str(values["cause"]), str(values["message"]), bool(values["peer_lost"])
@@ -174,15 +179,37 @@ def _last_lines(path: Path) -> list[str]:
     return []
 
 
+def profile_here(cell: GridCell, *, environment: Environment, limits: MeasurementLimits, scratch: Path) -> CellReceipt:
+    """The first attempt at ``cell``, of one rank on the first device that this process sees, without Dask.
+
+    The attempt gets a folder of its own in ``scratch``. Raises ``InputError`` when no GPU is visible, and
+    ``StorageError`` when the folder cannot be made.
+    """
+    attempt = Attempt(cell=cell, attempt=1, environment=environment)
+    job = RankJob.of(attempt, limits=limits, scratch=scratch)
+    if environment.device_type == "cuda":
+        job = replace(job, devices=assign_devices([""], [os.environ.get("CUDA_VISIBLE_DEVICES")]))
+    job.lay_out()
+    began, started_at = time.monotonic(), time.time()
+    report = run_rank(job.to_json(), 0)
+    return job.conclude(
+        cause=report["cause"],
+        message=report["message"],
+        host=report["host"],
+        started_at=started_at,
+        duration_s=time.monotonic() - began,
+    )
+
+
 def visible_devices() -> str | None:
-    """What this worker may use of the host's GPUs, as ``CUDA_VISIBLE_DEVICES`` says it."""
+    """The host's GPUs that this worker may use, by ``CUDA_VISIBLE_DEVICES``."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def assign_devices(workers: Sequence[str], visible: Sequence[str | None]) -> tuple[str, ...]:
-    """The ``CUDA_VISIBLE_DEVICES`` entry of each rank, from its worker's address and what that worker sees.
+    """The ``CUDA_VISIBLE_DEVICES`` entry of each rank, from its worker's address and that worker's own list.
 
-    dask-cuda rotates the list so that a worker's own GPU comes first; plain workers of one host all see the same list
+    dask-cuda rotates the list so that a worker's own GPU comes first; plain workers of one host all have the same list
     and take its entries in turn. Raises ``InputError`` when a host has fewer GPUs than ranks.
     """
     devices: list[str] = []
@@ -192,9 +219,8 @@ def assign_devices(workers: Sequence[str], visible: Sequence[str | None]) -> tup
         if entries is None:
             devices.append(str(len(before)))
             continue
-        own = entries.split(",")
         taken = {devices[other] for other in before}
-        free = [entry for entry in own if entry and entry not in taken]
+        free = [entry for entry in entries.split(",") if entry and entry not in taken]
         if not free:
             raise InputError(
                 "a host has fewer GPUs than ranks",

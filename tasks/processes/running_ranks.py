@@ -1,4 +1,4 @@
-"""The processes of ranks that this process waits for, so that all of them can be ended at once."""
+"""The processes of ranks that this process waits for: a register, so that all of them can be ended at once."""
 
 import contextlib
 import threading
@@ -12,27 +12,27 @@ __all__ = ["RunningRank", "end_ranks", "register_rank"]
 
 @dataclass(eq=False, slots=True)
 class RunningRank:
-    """A process that runs one rank, or launches several: its number once there is one, and whether it must end."""
+    """A process that runs one rank, or launches several: its number once it has one, and whether it must end."""
 
     pid: int | None = None
     is_ended: bool = False
 
     def begin(self, pid: int) -> None:
-        """The process has started; it is killed at once where ``end_ranks`` came first."""
+        """Note that the process has started; it is killed at once if ``end_ranks`` was called before."""
         with _lock:
             self.pid = pid
             if self.is_ended:
                 kill_family(pid)
 
 
-#: A lock, since ``end_ranks`` runs beside the threads that wait for ranks.
 _running: set[RunningRank] = set()
+#: ``end_ranks`` runs beside the threads that wait for ranks.
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def register_rank() -> Iterator[RunningRank]:
-    """A place among the running ranks for as long as the block runs."""
+    """Keep a rank in the register while the block runs."""
     running = RunningRank()
     with _lock:
         _running.add(running)
@@ -46,7 +46,7 @@ def register_rank() -> Iterator[RunningRank]:
 def end_ranks() -> int:
     """Kill every registered process and their children; returns how many there were.
 
-    Small on purpose: ``Client.run`` runs it on the worker's event loop.
+    Short on purpose: ``Client.run`` runs it on the worker's event loop.
     """
     with _lock:
         for running in _running:

@@ -25,7 +25,7 @@ from precision_time.predictor.setup.hardware import HardwareSpec
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import PrecisionTimeError
-from precision_time.storage.schema import OPTIONS, Measurement
+from precision_time.storage.schema import Measurement
 from precision_time.tasks.publishing.champion import find_champion, trained_cells
 from precision_time.tasks.publishing.validate import Validation
 
@@ -187,8 +187,7 @@ def _draw_gpus(measurements: Sequence[Measurement], setups: Sequence[Hashable]) 
     titles = {}
     has_several_gpus = len({row.gpu for row in measurements}) > 1
     for row, setup in zip(measurements, setups, strict=True):
-        stated = {option: value for option in OPTIONS if (value := getattr(row, option)) not in (False, "none")}
-        options = [option if value is True else f"{option} {value}" for option, value in stated.items()]
+        options = row.option_words
         accumulated = f" x {row.gradient_accumulation_steps}" if row.gradient_accumulation_steps > 1 else ""
         batch = row.per_gpu_batch_size, row.gradient_accumulation_steps
         key = (*_identify_run(row), *batch, row.strategy, *options, setup)
@@ -237,9 +236,8 @@ def _draw_speedup(measurements: Sequence[Measurement], setups: Sequence[Hashable
     runs: dict[tuple[object, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     models_of = {}
     for row, setup in zip(measurements, setups, strict=True):
-        options = (getattr(row, option) for option in OPTIONS)
         sizes = row.world_size, row.nodes, row.per_gpu_batch_size, row.gradient_accumulation_steps
-        key = (*_identify_run(row), *sizes, row.strategy, *options, setup)
+        key = (*_identify_run(row), *sizes, row.strategy, *row.option_words, setup)
         runs[key][row.precision].append(row.iteration_time_s)
         models_of[key] = row.model
     ratios: dict[str, list[tuple[str, float]]] = defaultdict(list)

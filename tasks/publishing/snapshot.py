@@ -15,7 +15,7 @@ from precision_time.predictor.workloads.workload import WorkloadFeatures
 from precision_time.storage.errors import InputError, IntegrityError, TooLittleDataError, UnknownNameError
 from precision_time.storage.filesystem import open_store
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.cells import NO_CARD, is_glm
+from precision_time.tasks.work_kinds import kind_of
 
 #: Four of five folds must contain the 9 rows that are needed to calibrate an interval at 0.9.
 FEWEST_CELLS = 12
@@ -103,14 +103,16 @@ def take_snapshot(
 def _read_dataset(url: str) -> _Source:
     dataset = TimingsDataset(url)
     recorded = dataset.measurements()
-    measured = [row for row in recorded if not is_glm(row.model)]
-    of_casgd = len(recorded) - len(measured)
+    kinds = [kind_of(row.model) for row in recorded]
+    measured = [row for row, kind in zip(recorded, kinds, strict=True) if not kind.unlearnable]
+    unlearnable = Counter(kind.unlearnable for kind in kinds if kind.unlearnable)
     if not measured:
+        names = ", ".join(sorted({kind.name for kind in kinds}))
         raise TooLittleDataError(
             "no measurements to train on",
-            got=f"{url}: {of_casgd} cells of CA-SGD only" if of_casgd else url,
+            got=f"{url}: {len(recorded)} cells of {names} only" if recorded else url,
             expected="a dataset with recorded cells",
-            fix="first run a campaign with other models than CA-SGD's",
+            fix="first run a campaign of networks",
         )
     workloads = tuple(WorkloadFeatures.from_dict(card) for card in dataset.read_cards("workloads"))
     hardware = tuple(HardwareSpec.from_dict(card) for card in dataset.read_cards("hardware"))
@@ -127,7 +129,7 @@ def _read_dataset(url: str) -> _Source:
             expected=error.expected,
             fix="`precision-time data verify --set-aside`, then run the campaign again, which rewrites its cards",
         ) from error
-    unusable = ((url, f"{of_casgd} cells cannot be used: {NO_CARD}"),) if of_casgd else ()
+    unusable = ((url, f"{count} cells cannot be used: {reason}") for reason, count in unlearnable.items())
     return _Source(
         name=url,
         sha256=dataset.snapshot_sha256(),

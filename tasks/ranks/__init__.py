@@ -1,1 +1,1 @@
-"""What one rank of a cell does: build the model, apply precision and options, time its steps, write its rows."""
+"""One rank of a cell: build the model, apply precision and run options, time its steps, write its rows."""

@@ -12,13 +12,13 @@ from precision_time.tasks.ranks.clocks import Clock
 
 __all__ = ["WIRE_TYPES", "Flight", "FlightLog", "find_averaged", "log_bucket", "send_alone"]
 
-#: What gradient compression puts on the wire.
+#: Formats of compressed gradients.
 WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-#: All-reduces of the buckets alone: one that is thrown away, then these.
+#: Timed all-reduces of the buckets alone, after one that is thrown away.
 ISOLATED_REPEATS = 5
 
-#: Exact in every format, and two of them are more than fp16 can hold.
+#: Exact in every format, while the sum of two overflows in fp16.
 LARGE = 2.0**15
 
 
@@ -35,9 +35,9 @@ class Flight:
 class FlightLog:
     """The state of the communication hook: the buckets of the step under way.
 
-    ``wire_dtype`` is the format that gradients are compressed to, None for none; ``averaged`` holds the formats in
-    which the backend averages while it reduces (see ``find_averaged``). ``sent_dtype`` is the format of the last bucket
-    sent, and ``op`` how it was reduced.
+    ``wire_dtype`` is the format that gradients are compressed to, None for none; ``averaged`` are the formats in which
+    the backend's all-reduce averages (see ``find_averaged``). ``sent_dtype`` is the format of the last bucket sent, and
+    ``op`` how it was reduced.
     """
 
     clock: Clock
@@ -57,9 +57,9 @@ class FlightLog:
 def find_averaged(dtypes: Iterable[torch.dtype], *, device: torch.device) -> frozenset[torch.dtype]:
     """Those of ``dtypes`` in which the backend's all-reduce averages as DDP does. Called by all ranks together.
 
-    DDP divides each gradient by the world size while it copies it into its bucket, so before the sum. Averaging leaves
-    a hook without a pass of its own for that, but gloo divides after the sum: in fp16 that is infinite where DDP is
-    not, and such a format is none of these.
+    DDP divides each gradient by the world size before the sum, while it copies it into its bucket. An all-reduce that
+    averages saves a hook its own pass for that. But gloo divides after the sum, which in fp16 overflows where DDP does
+    not, so fp16 is not among the result there.
     """
     averaged = set()
     for dtype in sorted(set(dtypes), key=str):
@@ -76,9 +76,9 @@ def find_averaged(dtypes: Iterable[torch.dtype], *, device: torch.device) -> fro
 def log_bucket(state: FlightLog, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """DDP communication hook: average the bucket over the ranks as DDP would, and note when it left and landed.
 
-    With ``wire_dtype`` the bucket is cast before it is sent and cast back after it has landed, as torch's own
-    ``fp16_compress_hook`` does; the casts are work of the backward pass, not of the flight. Without it, in a format of
-    ``averaged``, the all-reduce itself averages: DDP has no pass over the bucket for that, and nor has this hook.
+    With ``wire_dtype`` the bucket is cast before it is sent and cast back after it has landed, as in torch's own
+    ``fp16_compress_hook``; the casts belong to the backward pass, not to the flight. Without it, in a format of
+    ``averaged``, the all-reduce itself averages, so that this hook has no pass over the bucket that DDP has not.
     """
     whole = bucket.buffer()
     sent = whole if state.wire_dtype is None else whole.to(state.wire_dtype)
@@ -90,7 +90,7 @@ def log_bucket(state: FlightLog, bucket: dist.GradBucket) -> torch.futures.Futur
     state.flights.append(flight)
 
     def land(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        # On CUDA this runs at once, on a stream that waits for the collective: the mark is in the right place there.
+        # On CUDA this runs at once, on a stream that waits for the collective, so the mark is at the right place.
         flight.end = state.clock.mark()
         landed = future.value()[0]
         return landed if landed.dtype == whole.dtype else whole.copy_(landed)
@@ -102,10 +102,10 @@ def log_bucket(state: FlightLog, bucket: dist.GradBucket) -> torch.futures.Futur
 def send_alone(
     bucket_bytes: tuple[int, ...], *, dtype: torch.dtype, op: Any, device: torch.device, clock: Clock
 ) -> float | None:
-    """Seconds in which buckets of these sizes (bytes on the wire) are all-reduced with nothing else going on.
+    """Seconds of an all-reduce of buckets of these sizes (bytes on the wire) with nothing beside it.
 
     All are launched at once, as at the end of a backward pass, and reduced by ``op``; the median of
-    ``ISOLATED_REPEATS``. None without buckets, or on every rank when one of them lacks the memory for a second set.
+    ``ISOLATED_REPEATS``. None without buckets, and on every rank when one of them lacks the memory for a second set.
     Called by all ranks together.
     """
     if not bucket_bytes:

@@ -1,4 +1,4 @@
-"""A few steps under torch.profiler once a cell is measured: a Chrome trace below a cap, and what it tells."""
+"""Profile a few steps after a cell is measured: a Chrome trace below a size limit, and exposed communication by it."""
 
 import gzip
 import json
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 __all__ = ["RangedClock", "TraceSample", "exposed_communication", "sample_trace"]
 
-#: Steps whose events the profiler throws away: the first ones also pay for its own start.
+#: Steps whose events the profiler throws away, since the first ones are slowed by its own start.
 WARMUP_STEPS = 2
 
 
 class Stepping(Protocol):
-    """What is sampled; ``TimedLoop`` is one."""
+    """The loop whose steps are profiled; ``TimedLoop`` is one."""
 
     clock: Any
     accumulation_steps: int
 
     def take_block(self, size: int) -> "list[StepTimes]":
-        """``size`` more steps, together with all ranks."""
+        """Take ``size`` more steps, together with all ranks."""
         ...
 
     def agree(self, value: int) -> int:
@@ -40,10 +40,10 @@ class Stepping(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSample:
-    """What came of a sample: whether it has fewer steps than were asked for, and exposed communication.
+    """The result of profiling: whether the trace has fewer steps than requested, and exposed communication.
 
-    ``exposed_s`` is of one step of this rank: the time in which a kernel of NCCL ran and no other kernel did. None
-    on a CPU, with one rank, and without a trace.
+    ``exposed_s`` is the time of one step of this rank in which a kernel of NCCL ran and no other kernel. None on a
+    CPU, with one rank, and without a trace.
     """
 
     truncated: bool
@@ -51,10 +51,10 @@ class TraceSample:
 
 
 class RangedClock:
-    """The clock of a timed loop, with a range of the profiler from each of its marks in a step to the next.
+    """The clock of a timed loop, with a profiler range between each two of its marks in a step.
 
-    ``accumulation_steps`` is that of the loop: a step has as many forward and backward passes. Clearing gradients
-    launches nothing, and belongs to the optimizer in the rows.
+    A step has ``accumulation_steps`` forward and backward passes. Clearing gradients launches nothing, and counts as
+    optimizer time in the rows.
     """
 
     def __init__(self, clock: Any, *, accumulation_steps: int = 1) -> None:
@@ -63,7 +63,7 @@ class RangedClock:
         self._open: Any = None
 
     def mark(self) -> Any:
-        """A mark of the clock itself; the range before it ends, and the next begins unless the step has ended."""
+        """A mark of the clock; it ends the open range, and begins the next one unless the step has ended."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
         point = self._clock.mark()
@@ -79,10 +79,10 @@ class RangedClock:
 
 
 def sample_trace(loop: Stepping, limits: "TraceLimits", *, path: Path | None) -> TraceSample:
-    """Up to ``limits.steps`` steps of ``loop`` into ``path``, gzipped; every rank calls it, rank 0 alone with a path.
+    """Trace up to ``limits.steps`` steps of ``loop`` into ``path``, gzipped; all ranks call it, rank 0 with a path.
 
-    The trace of one step tells how many fit into ``limits.max_bytes`` of JSON; where none does nothing is kept. What
-    the profiler cannot do costs the trace, never the measurement: it is said on standard error.
+    The trace of one step shows how many fit into ``limits.max_bytes`` of JSON; if none fits, no trace is left. An error
+    of the profiler goes to standard error and costs the trace, never the measurement.
     """
     if limits.max_bytes <= 0:
         return TraceSample(truncated=True)
@@ -102,7 +102,7 @@ def sample_trace(loop: Stepping, limits: "TraceLimits", *, path: Path | None) ->
 
 
 def exposed_communication(events: Iterable[Mapping[str, Any]]) -> float | None:
-    """Seconds in which kernels of NCCL ran and no other kernel did, of a Chrome trace; None where NCCL ran none."""
+    """Seconds of a Chrome trace in which kernels of NCCL ran and no other kernel; None if NCCL ran none."""
     sending: list[tuple[float, float]] = []
     computing: list[tuple[float, float]] = []
     for event in events:
@@ -115,7 +115,7 @@ def exposed_communication(events: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _trace(loop: Stepping, steps: int, *, path: Path | None) -> int | None:
-    """The bytes of a trace of ``steps`` steps at ``path``; None without a path, and where the profiler failed."""
+    """Write a trace of ``steps`` steps to ``path``: its bytes, or None without a path and when the profiler failed."""
     if path is None:
         loop.take_block(WARMUP_STEPS)
         loop.take_block(steps)
@@ -125,18 +125,18 @@ def _trace(loop: Stepping, steps: int, *, path: Path | None) -> int | None:
     is_running = _try(profiler.start)
     loop.take_block(WARMUP_STEPS)
     is_running = is_running and _try(profiler.step)
-    own = loop.clock
-    loop.clock = RangedClock(own, accumulation_steps=loop.accumulation_steps)
+    clock = loop.clock
+    loop.clock = RangedClock(clock, accumulation_steps=loop.accumulation_steps)
     try:
         loop.take_block(steps)
     finally:
-        loop.clock = own
+        loop.clock = clock
     is_running = is_running and _try(profiler.stop) and _try(lambda: profiler.export_chrome_trace(str(path)))
     return path.stat().st_size if is_running else None
 
 
 def _try(act: Callable[[], Any]) -> bool:
-    """Whether ``act`` went well. The other ranks are in the middle of steps: nothing may keep this one from them."""
+    """Whether ``act`` succeeded. Its errors are caught, since the other ranks wait for this one in their steps."""
     try:
         act()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Clocks of the timed loop: marks in the work of a device, read only after the device has settled."""
+"""Clocks of the timed loop: marks in the work of a device, read only after all of that work has ended."""
 
 import time
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ __all__ = ["Clock", "DeviceClock", "HostClock", "make_clock"]
 
 
 class Clock(Protocol):
-    """Marks points in the work of the device; they can be read after ``settle``."""
+    """Marks points in the work of the device, which can be read after ``settle``."""
 
     def mark(self) -> Any: ...
     def settle(self) -> None: ...
@@ -18,7 +18,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """A CPU works when the host does: marks are readings of ``perf_counter``."""
+    """The clock of a CPU, which works in step with the host: marks are readings of ``perf_counter``."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -34,7 +34,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA events on the current stream, made once and used in every block, so that no step waits for the device."""
+    """The clock of a GPU: CUDA events on the current stream, reused in every block; no step waits for the device."""
 
     def __init__(self, count: int = 256) -> None:
         self._free = [_new_event() for _ in range(count)]

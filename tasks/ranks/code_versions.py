@@ -1,4 +1,4 @@
-"""What code a row comes from: the version of this package, and the digest of a user's model, which is not imported."""
+"""The code behind a row: the version of this package, and the digest of a user's model, found without importing it."""
 
 import hashlib
 import importlib.metadata
@@ -11,7 +11,7 @@ __all__ = ["digest_code", "find_tool_version"]
 
 
 def find_tool_version() -> str | None:
-    """The version of this package; None where it is run from its source without being installed."""
+    """The version of this package; None where it runs from source without being installed."""
     try:
         return importlib.metadata.version("precision-time")
     except importlib.metadata.PackageNotFoundError:
@@ -21,7 +21,7 @@ def find_tool_version() -> str | None:
 def digest_code(model: str) -> str | None:
     """SHA-256 of the file that ``module`` of ``module:factory`` names, ``__init__.py`` for a package.
 
-    The module is looked for as ``import_factory`` finds it, the current folder first. What it imports is not looked at.
+    The module is searched for as by ``import_factory``, the current folder first. Modules that it imports do not count.
     None for a named model, and where there is no such file or it cannot be read.
     """
     module, colon, _ = model.partition(":")
@@ -46,7 +46,7 @@ def digest_code(model: str) -> str | None:
 
 
 def _find_spec(name: str, path: Sequence[str]) -> ModuleSpec | None:
-    """As ``importlib.util.find_spec``, which would import the packages above the module."""
+    """Like ``importlib.util.find_spec``, but without importing the packages above the module."""
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, path)

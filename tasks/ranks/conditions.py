@@ -1,28 +1,29 @@
-"""Conditions of a block of steps: load, CPU time that others took, and the state of the GPU; read outside the steps."""
+"""Conditions of a block of steps, read outside of them: load, CPU time of other processes, state of the GPU."""
 
 import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from precision_time.tasks.ranks.device_state import GpuMonitor, GpuState
 
-__all__ = ["Conditions", "CpuTimes", "Watch", "read_cpu_times"]
+__all__ = ["Conditions", "CpuTimes", "MachineWatch", "read_cpu_times"]
 
 #: The kernel counts CPU time in ticks of 10 ms: shares are taken over at least this long.
 LEAST_WINDOW_S = 0.2
-#: A block is contended when others take more than this share of the machine's CPU time, ...
+#: A block is contended when other processes take more than this share of the machine's CPU time, ...
 OTHERS_SHARE = 0.1
-#: ... or the hypervisor gives away more than this share of it, ...
+#: ... or the hypervisor gives more than this share of it to other machines, ...
 STEAL_SHARE = 0.05
-#: ... or more processes want to run than the cell has cores; one more belongs to the scheduler and its workers.
+#: ... or the load average exceeds the cell's cores by more than this, which the scheduler and its workers may cause.
 LOAD_MARGIN = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTimes:
-    """CPU seconds of a machine since it booted (all, those that did work, those stolen) and of this process."""
+    """CPU seconds of a machine since it booted (all, busy, stolen) and of this process (``own_s``)."""
 
     at: float
     total_s: float
@@ -53,11 +54,11 @@ def read_cpu_times(path: Path = Path("/proc/stat")) -> CpuTimes | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """How it was while a block ran.
+    """The state of the machine while a block ran.
 
     ``other_cpu_share`` is the share of the machine's CPU time that processes other than the cell's ranks took,
-    ``steal_share`` what a hypervisor gave to others; None where unknown. ``contended`` marks a block in which one of
-    them, or the load average, was beyond its bound.
+    ``steal_share`` the share that a hypervisor gave to other machines; None where unknown. ``contended`` marks a block
+    in which one of them, or the load average, was above its bound.
     """
 
     load_average: float
@@ -66,12 +67,26 @@ class Conditions:
     contended: bool = False
     gpu: GpuState = field(default_factory=GpuState)
 
+    def row_columns(self) -> dict[str, Any]:
+        """The conditions as columns of a row."""
+        return {
+            "load_average": self.load_average,
+            "other_cpu_share": self.other_cpu_share,
+            "steal_share": self.steal_share,
+            "contended": self.contended,
+            "gpu_clock_hz": self.gpu.clock_hz,
+            "power_w": self.gpu.power_w,
+            "temperature_c": self.gpu.temperature_c,
+            "throttled": self.gpu.throttled,
+            "throttle_reasons": self.gpu.reasons,
+        }
 
-class Watch:
-    """Watches the machine from one block to the next.
 
-    ``ranks_here`` ranks of the cell run on this host; they are alike, so this one's CPU time stands for each of them.
-    ``cores`` is how many cores they use together.
+class MachineWatch:
+    """Reads the state of the machine before and after each block.
+
+    ``ranks_here`` ranks of the cell run on this host; they are alike, so this rank's CPU time stands for each of them.
+    ``cores`` is the number of cores that they use together.
     """
 
     def __init__(self, *, monitor: GpuMonitor | None, ranks_here: int, cores: int) -> None:
@@ -81,12 +96,12 @@ class Watch:
         self._note()
 
     def look(self) -> None:
-        """Read the GPU; called while the device still works on a block that the host has put in its queue."""
+        """Read the GPU; called while it still works on the block that the host has queued."""
         if self._monitor is not None:
             self._gpu = self._monitor.read()
 
     def end_block(self) -> Conditions:
-        """What was seen since the block began, or over the last ``LEAST_WINDOW_S`` where it was shorter."""
+        """The conditions since the block began, or over the last ``LEAST_WINDOW_S`` where it was shorter."""
         self._note()
         others, steal = self._shares()
         load = os.getloadavg()[0]
@@ -110,7 +125,7 @@ class Watch:
             self._readings.append(reading)
 
     def _shares(self) -> tuple[float | None, float | None]:
-        """(others, stolen) from the latest pair of readings that lie ``LEAST_WINDOW_S`` apart."""
+        """The shares (others, stolen) between the last reading and the latest one ``LEAST_WINDOW_S`` before it."""
         if not self._readings:
             return None, None
         last = self._readings[-1]

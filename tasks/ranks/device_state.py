@@ -14,20 +14,19 @@ SLOWDOWNS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-#: Ordinary life of a GPU at its power limit: named in the row, no throttling.
+#: Usual for a GPU at its power limit: named in the row, but no throttling.
 POWER_CAP = {0x4: "power cap"}
 
 SM_CLOCK = 1
 GPU_TEMPERATURE = 0
 
-#: The energy counter moves about ten times a second at worst (recalled, not re-checked): below this many seconds of
-#: measured blocks its steps are larger than what they count.
+#: Least seconds of measured blocks: the energy counter may move only ten times a second (recalled, not re-checked).
 LEAST_ENERGY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """One look at a GPU. ``throttled`` is None where NVML does not say; ``reasons`` names what holds the clock down."""
+    """One reading of a GPU. ``throttled`` is None where NVML has no answer; ``reasons`` says why the clock is low."""
 
     clock_hz: float | None = None
     power_w: float | None = None
@@ -37,44 +36,44 @@ class GpuState:
 
 
 class GpuMonitor:
-    """One GPU as ``nvml`` (the module ``pynvml``, or a stand-in with its functions) sees it. Nothing here raises."""
+    """One GPU, read by ``nvml`` (the module ``pynvml``, or a stand-in with its functions). Nothing here raises."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
 
     def read(self) -> GpuState:
-        """The state now; a few host calls that do not make the device wait."""
+        """The state now, by a few host calls for which the device does not wait."""
         nvml = self._nvml
         mhz = self._ask(lambda: nvml.nvmlDeviceGetClockInfo(self._handle, SM_CLOCK))
         milliwatts = self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(self._handle))
         celsius = self._ask(lambda: nvml.nvmlDeviceGetTemperature(self._handle, GPU_TEMPERATURE))
-        # The older name is that of drivers before 535 (recalled, not re-checked).
+        # Drivers before 535 have the second name (recalled, not re-checked).
         names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
         ask = next((getattr(nvml, name) for name in names if hasattr(nvml, name)), None)
         bits = None if ask is None else self._ask(lambda: ask(self._handle))
-        held = [] if bits is None else [name for bit, name in (SLOWDOWNS | POWER_CAP).items() if int(bits) & bit]
+        reasons = [] if bits is None else [name for bit, name in (SLOWDOWNS | POWER_CAP).items() if int(bits) & bit]
         return GpuState(
             clock_hz=None if mhz is None else mhz * 1e6,
             power_w=None if milliwatts is None else milliwatts / 1e3,
             temperature_c=None if celsius is None else float(celsius),
-            throttled=None if bits is None else any(name in SLOWDOWNS.values() for name in held),
-            reasons=", ".join(held),
+            throttled=None if bits is None else any(name in SLOWDOWNS.values() for name in reasons),
+            reasons=", ".join(reasons),
         )
 
     def energy_j(self) -> float | None:
-        """Joules that the GPU took since its driver was loaded."""
+        """Joules that the GPU has taken since its driver was loaded."""
         millijoules = self._ask(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         return None if millijoules is None else millijoules / 1e3
 
     def _ask(self, question: Callable[[], Any]) -> float | None:
         try:
             return float(question())
-        except Exception:  # what a GPU does not support is an NVMLError, of as many kinds as there are drivers
+        except Exception:  # an NVMLError for what a GPU does not support; its kinds differ by driver
             return None
 
 
 def open_monitor(uuid: str, *, nvml: Any = None) -> tuple[GpuMonitor | None, str]:
-    """A monitor of the GPU with ``uuid`` (with or without ``GPU-``), and why there is none; needs ``nvidia-ml-py``."""
+    """A monitor of the GPU with ``uuid`` (with or without ``GPU-``), or None and the reason; needs ``nvidia-ml-py``."""
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -87,7 +86,7 @@ def open_monitor(uuid: str, *, nvml: Any = None) -> tuple[GpuMonitor | None, str
 
 
 class EnergyMeter:
-    """Joules per iteration over all measured blocks: the counter is too coarse for a single short one."""
+    """Joules per iteration over all measured blocks, since the counter is too coarse for a single short block."""
 
     def __init__(self, monitor: GpuMonitor | None, *, reason: str) -> None:
         self._monitor, self._reason = monitor, reason
@@ -98,7 +97,7 @@ class EnergyMeter:
         return None if self._monitor is None else self._monitor.energy_j()
 
     def add(self, before: float | None, *, steps: int, seconds: float) -> None:
-        """Count a block of ``steps`` iterations (its thrown-away one included) that took ``seconds``."""
+        """Count a block of ``steps`` iterations, the thrown-away one included, that took ``seconds``."""
         if self._monitor is None:
             return
         after = self._monitor.energy_j()
@@ -112,7 +111,7 @@ class EnergyMeter:
             self._seconds += seconds
 
     def per_step(self) -> tuple[float | None, str]:
-        """(joules of one iteration, "") or (None, the reason); never 0."""
+        """(joules of one iteration, "") or (None, the reason); never 0 joules."""
         if self._reason:
             return None, self._reason
         if self._seconds < LEAST_ENERGY_S:

@@ -35,19 +35,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARENT_VARIABLE",
-    "card_path",
-    "failure_path",
-    "fragment_path",
     "main",
-    "trace_path",
     "use_interface_of",
     "use_loopback",
 ]
 
-#: Environment variable with the process id of what started the rank: the worker, or the template it forked from.
+#: Environment variable with the process id of the worker or fork server that started the rank.
 PARENT_VARIABLE = "PRECISION_TIME_PARENT"
 
-#: What gloo and NCCL say when it is another rank that went away.
+#: Words of gloo and NCCL for the loss of another rank.
 PEER_LOST = (
     "closed by peer",
     "reset by peer",
@@ -58,28 +54,8 @@ PEER_LOST = (
 )
 OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory", "not enough memory")
 
-#: Modelled on no default: every rank builds the same weights, and a batch of its own.
+#: Every rank builds the same weights by it, and by the numbers after it a batch of its own.
 SEED = 20_260
-
-
-def fragment_path(scratch: Path, rank: int) -> Path:
-    """Where rank ``rank`` writes its rows."""
-    return scratch / f"rank-{rank}.parquet"
-
-
-def failure_path(scratch: Path, rank: int) -> Path:
-    """Where rank ``rank`` says why it failed, if it can."""
-    return scratch / f"rank-{rank}.error.json"
-
-
-def card_path(scratch: Path) -> Path:
-    """Where rank 0 writes the feature card of a model that has no shipped one."""
-    return scratch / "workload.json"
-
-
-def trace_path(scratch: Path) -> Path:
-    """Where rank 0 writes the trace of the steps after the measured ones, gzipped once it is whole."""
-    return scratch / "trace.json"
 
 
 def main(job_path: str, rank: int) -> None:
@@ -97,7 +73,7 @@ def main(job_path: str, rank: int) -> None:
         code = 1
         traceback.print_exc()
         report = describe_failure(error, precision=job.cell.precision)
-        _write_whole(failure_path(Path(job.scratch), rank), report | {"failed_at": time.time()})
+        _write_whole(job.failure_path(rank), report | {"failed_at": time.time()})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -112,16 +88,16 @@ def _end_with_parent() -> None:
 
 
 def _limit_memory(job: RankJob) -> None:
-    # RLIMIT_AS would count what torch and CUDA only reserve; RLIMIT_DATA counts writable private memory.
+    # RLIMIT_AS would also count memory that torch and CUDA only reserve; RLIMIT_DATA counts writable private memory.
     limit = job.limits.memory_limit_bytes
     if limit is not None and job.environment.device_type == "cpu":
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def describe_failure(error: BaseException, *, precision: str) -> dict[str, Any]:
-    """Cause (a word of ``CellOutcome``), message, and whether ``error`` only tells that another rank went away."""
+    """Cause (a word of ``CellOutcome``), message, and whether ``error`` is only the loss of another rank."""
     text = str(error)
-    said = text.casefold()
+    lower = text.casefold()
     cause = "exception"
     kind = {"fp16": "'Half'", "bf16": "'BFloat16'"}.get(
         PRECISIONS[precision].compute if precision in PRECISIONS else ""
@@ -131,17 +107,17 @@ def describe_failure(error: BaseException, *, precision: str) -> dict[str, Any]:
     elif isinstance(error, CellRefusedError):
         cause = error.cause
     elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        cause = "option-unsupported"  # torch.compile fails in the first step, ...
+        cause = "option-unsupported"  # torch.compile fails only in the first step, ...
     elif "`fused=True` requires" in text:
-        cause = "option-unsupported"  # ... and there torch looks at what its fused optimizers take
+        cause = "option-unsupported"  # ... and there torch checks the parameters of its fused optimizers
     elif isinstance(error, LossNotFiniteError):
         cause = "nan loss"
     elif isinstance(error, EnvironmentChangedError):
         cause = "environment changed"
-    elif isinstance(error, MemoryError) or any(phrase in said for phrase in OUT_OF_MEMORY):
+    elif isinstance(error, MemoryError) or any(phrase in lower for phrase in OUT_OF_MEMORY):
         cause = "memory-limit"
     message = text if isinstance(error, PrecisionTimeError) else f"{type(error).__name__}: {text}"
-    peer_lost = isinstance(error, RuntimeError) and any(phrase in said for phrase in PEER_LOST)
+    peer_lost = isinstance(error, RuntimeError) and any(phrase in lower for phrase in PEER_LOST)
     return {"cause": cause, "message": message, "peer_lost": peer_lost}
 
 
@@ -155,13 +131,12 @@ def _run(job: RankJob, rank: int) -> None:
     import torch
 
     from precision_time.storage.timings import write_fragment
+    from precision_time.tasks.ranks.apply_precision import apply_precision, check_switches
     from precision_time.tasks.ranks.chrome_trace import sample_trace
-    from precision_time.tasks.ranks.policies import apply_precision, check_switches
-    from precision_time.tasks.ranks.run_options import RunOptions
     from precision_time.tasks.ranks.timed_loop import TimedLoop
     from precision_time.tasks.workloads import build_workload, count_card
 
-    cell, scratch = job.cell, Path(job.scratch)
+    cell = job.cell
     refused = refuse_cell(cell)
     if refused is not None:
         raise CellRefusedError(refused[1], cause=refused[0])
@@ -172,7 +147,7 @@ def _run(job: RankJob, rank: int) -> None:
     code_sha256 = digest_code(cell.model)
     workload = build_workload(cell.model)
     if rank == 0 and cell.model not in known_workloads():
-        _write_whole(card_path(scratch), count_card(workload, name=cell.model).to_dict())
+        _write_whole(job.card_path, count_card(workload, name=cell.model).to_dict())
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if job.limits.memory_limit_bytes is not None:
@@ -192,7 +167,7 @@ def _run(job: RankJob, rank: int) -> None:
         batch_size=cell.per_gpu_batch_size,
         accumulation_steps=cell.gradient_accumulation_steps,
         limits=job.limits,
-        options=RunOptions.of(cell),
+        options=cell,
         ranks_here=cell.world_size // cell.nodes,
         cores=job.threads_per_rank * (cell.world_size // cell.nodes),
     )
@@ -200,7 +175,7 @@ def _run(job: RankJob, rank: int) -> None:
     check_switches(policy, device=device)
     sample = None
     if job.trace is not None:
-        sample = sample_trace(loop, job.trace, path=trace_path(scratch) if rank == 0 else None)
+        sample = sample_trace(loop, job.trace, path=job.trace_path if rank == 0 else None)
     rows = make_rows(
         job,
         rank,
@@ -213,27 +188,27 @@ def _run(job: RankJob, rank: int) -> None:
         code_sha256=code_sha256,
         sample=sample,
     )
-    write_fragment(fragment_path(scratch, rank), rows)
+    write_fragment(job.fragment_path(rank), rows)
 
 
 def check_environment(job: RankJob, *, torch_version: str, cuda_version: str) -> None:
-    """Raise ``EnvironmentChangedError`` when this worker runs other software than the plan found: its rows would mix.
+    """Raise ``EnvironmentChangedError`` when this worker runs other software than the plan states: rows would mix.
 
-    A job that states no version is not checked for it.
+    A version that the plan does not state is not checked.
     """
     planned = job.environment
-    for what, found, wanted in (
+    for name, version, expected in (
         ("torch", torch_version, planned.framework_version),
         ("CUDA", cuda_version, planned.cuda_version),
     ):
-        if wanted and found != wanted:
+        if expected and version != expected:
             raise EnvironmentChangedError(
-                f"{what} {found or 'none'} runs here, but the campaign was planned with {wanted}"
+                f"{name} {version or 'none'} runs here, but the campaign was planned with {expected}"
             )
 
 
 def _join(job: RankJob, rank: int, *, device: "torch.device") -> None:
-    """Meet the other ranks through a file in scratch: no port to race for."""
+    """Join the other ranks through a file in scratch, which unlike a port cannot be taken by another process."""
     import torch.distributed as dist
 
     if job.cell.nodes == 1:
@@ -251,25 +226,25 @@ def _join(job: RankJob, rank: int, *, device: "torch.device") -> None:
 
 
 def use_loopback() -> None:
-    """Let gloo talk over the loopback interface, unless the user named another.
+    """Let gloo use the loopback interface, unless the user named another.
 
-    It would ask for the address of the host's own name, which containers often do not know.
+    It would look up the address of the host's own name, which containers often lack.
     """
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def use_interface_of(host: str) -> None:
-    """Let gloo and NCCL talk over the interface that has the address ``host`` here, unless the user named another.
+    """Let gloo and NCCL use the interface that has the address ``host`` here, unless the user named another.
 
-    gloo would ask for the address of the host's own name, which is often one that only this host reaches (Debian
-    writes 127.0.1.1), and NCCL would take the first interface that is up. Where no interface has the address (behind a
-    translation of addresses, say) both are left to that.
+    gloo would look up the address of the host's own name, which often reaches this host alone (Debian writes
+    127.0.1.1), and NCCL would take the first interface that is up. They still do so where no interface has the address,
+    as behind address translation.
     """
     name = _interface_of(host)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        # Without the sign NCCL takes every interface whose name begins so: eth1 and eth10.
+        # Without the equals sign NCCL takes every interface whose name begins like this: eth1 and eth10.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
@@ -277,16 +252,16 @@ def _interface_of(host: str) -> str | None:
     import psutil
 
     try:
-        wanted = {ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in socket.getaddrinfo(host, None)}
+        addresses = {ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return None
     # The loopback interface lists one address and has the whole network.
-    is_loopback = any(address.is_loopback for address in wanted)
+    is_loopback = any(address.is_loopback for address in addresses)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
-    for name, known in interfaces.items():
-        own = [entry.address.split("%")[0] for entry in known if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        for address in map(ipaddress.ip_address, own):
-            if address in wanted or (is_loopback and address.is_loopback):
+    for name, entries in interfaces.items():
+        texts = [entry.address.split("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        for address in map(ipaddress.ip_address, texts):
+            if address in addresses or (is_loopback and address.is_loopback):
                 return name
     return None
 
@@ -304,86 +279,65 @@ def make_rows(
     code_sha256: str | None = None,
     sample: "TraceSample | None" = None,
 ) -> list[IterationTiming]:
-    """The rows of one rank: warm-up steps, then measured ones with what their partner without synchronisation tells."""
-    cell, environment = job.cell, job.environment
-    load = os.getloadavg()[0]
-    tool_version = find_tool_version()
+    """The rows of one rank: warm-up steps, then measured ones, each beside its partner without synchronisation."""
+    shared = {
+        **job.row_columns(),
+        "rank": rank,
+        "task_input": task_input,
+        "effective_precision": effective_precision,
+        "model_params": model_params,
+        "threads_per_rank": job.threads_per_rank,
+        "float32_matmul_precision": float32_matmul_precision,
+        "cudnn_allow_tf32": cudnn_allow_tf32,
+        "code_sha256": code_sha256,
+        "tool_version": find_tool_version(),
+        "is_steady": result.steady,
+    }
+    if sample is not None:
+        shared |= {"trace_truncated": sample.truncated, "traced_exposed_s": sample.exposed_s}
+    unmeasured = dict.fromkeys(("compute_time_s", "communication_time_s", "exposed_communication_s"))
+    warmup = [
+        _step_columns(times) | {"is_warmup": True, "energy_reason": "warm-up is not counted", **unmeasured}
+        for times in result.warmup
+    ]
+    once = {
+        "is_warmup": False,
+        "isolated_communication_s": result.isolated_communication_s,
+        "energy_j": result.energy_j,
+        "energy_reason": result.energy_reason,
+    }
+    measured = [
+        _step_columns(times) | _paired_columns(times, local, is_alone=job.cell.world_size == 1) | once
+        for times, local in zip(result.synced, result.local, strict=True)
+    ]
+    return [IterationTiming(**shared, **columns, step=step) for step, columns in enumerate(warmup + measured)]
 
-    def row(step: int, times: "StepTimes", local: "StepTimes | None") -> IterationTiming:
-        alone = cell.world_size == 1
-        seen = times.conditions
-        return IterationTiming(
-            cell_id=job.cell_id,
-            attempt=job.attempt,
-            model=cell.model,
-            task_input=task_input,
-            requested_precision=cell.precision,
-            effective_precision=effective_precision,
-            world_size=cell.world_size,
-            nodes=cell.nodes,
-            per_gpu_batch_size=cell.per_gpu_batch_size,
-            gradient_accumulation_steps=cell.gradient_accumulation_steps,
-            strategy=cell.strategy,
-            rank=rank,
-            step=step,
-            is_warmup=local is None,
-            is_steady=result.steady,
-            iteration_time_s=times.iteration_s,
-            forward_time_s=times.forward_s,
-            backward_time_s=times.backward_s,
-            optimizer_time_s=times.optimizer_s,
-            compute_time_s=None if local is None else local.iteration_s,
-            communication_time_s=None if local is None else times.communication_s,
-            exposed_communication_s=None if local is None else 0.0 if alone else times.backward_s - local.backward_s,
-            exposed_after_backward_s=None if local is None else 0.0 if alone else _exposed_after(times, local),
-            bucket_count=len(times.buckets),
-            bucket_bytes=sum(times.buckets),
-            bucket_sizes=",".join(map(str, times.buckets)),
-            loss_scale=times.loss_scale,
-            step_skipped=times.step_skipped,
-            peak_memory_bytes=times.peak_memory_bytes,
-            model_params=model_params,
-            device_type=environment.device_type,
-            gpu=environment.gpu,
-            cpu_model=environment.cpu_model,
-            cpu_cores=environment.cpu_cores,
-            threads_per_rank=job.threads_per_rank,
-            driver_version=environment.driver_version,
-            cuda_version=environment.cuda_version,
-            framework=environment.framework,
-            framework_version=environment.framework_version,
-            backend=environment.backend,
-            float32_matmul_precision=float32_matmul_precision,
-            cudnn_allow_tf32=cudnn_allow_tf32,
-            host=socket.gethostname(),
-            load_average=load if seen is None else seen.load_average,
-            recorded_at=times.recorded_at,
-            channels_last=cell.channels_last,
-            compiled=cell.compiled,
-            checkpointing=cell.checkpointing,
-            fused_optimizer=cell.fused_optimizer,
-            compression=cell.compression,
-            isolated_communication_s=None if local is None else result.isolated_communication_s,
-            gpu_clock_hz=None if seen is None else seen.gpu.clock_hz,
-            power_w=None if seen is None else seen.gpu.power_w,
-            temperature_c=None if seen is None else seen.gpu.temperature_c,
-            throttled=None if seen is None else seen.gpu.throttled,
-            throttle_reasons="" if seen is None else seen.gpu.reasons,
-            contended=None if seen is None else seen.contended,
-            other_cpu_share=None if seen is None else seen.other_cpu_share,
-            steal_share=None if seen is None else seen.steal_share,
-            energy_j=None if local is None else result.energy_j,
-            energy_reason="warm-up is not counted" if local is None else result.energy_reason,
-            input_mode="synthetic",
-            tool_version=tool_version,
-            code_sha256=code_sha256,
-            trace_truncated=None if sample is None else sample.truncated,
-            traced_exposed_s=None if sample is None else sample.exposed_s,
-        )
 
-    warmup = [row(step, times, None) for step, times in enumerate(result.warmup)]
-    pairs = zip(result.synced, result.local, strict=True)
-    return warmup + [row(step, times, local) for step, (times, local) in enumerate(pairs, start=len(warmup))]
+def _step_columns(times: "StepTimes") -> dict[str, Any]:
+    return {
+        "iteration_time_s": times.iteration_s,
+        "forward_time_s": times.forward_s,
+        "backward_time_s": times.backward_s,
+        "optimizer_time_s": times.optimizer_s,
+        "bucket_count": len(times.buckets),
+        "bucket_bytes": sum(times.buckets),
+        "bucket_sizes": ",".join(map(str, times.buckets)),
+        "loss_scale": times.loss_scale,
+        "step_skipped": times.step_skipped,
+        "peak_memory_bytes": times.peak_memory_bytes,
+        "recorded_at": times.recorded_at,
+        **times.conditions.row_columns(),
+    }
+
+
+def _paired_columns(times: "StepTimes", local: "StepTimes", *, is_alone: bool) -> dict[str, Any]:
+    """Columns of a measured step and its partner without synchronisation; one rank alone exposes nothing."""
+    return {
+        "compute_time_s": local.iteration_s,
+        "communication_time_s": times.communication_s,
+        "exposed_communication_s": 0.0 if is_alone else times.backward_s - local.backward_s,
+        "exposed_after_backward_s": 0.0 if is_alone else _exposed_after(times, local),
+    }
 
 
 def _exposed_after(times: "StepTimes", local: "StepTimes") -> float | None:

@@ -1,28 +1,19 @@
-"""Why a cell is refused: reasons that need no device, the error that a rank raises, and the words of the outcome."""
-
-import socket
-import time
+"""Why a cell is refused: the reasons that need no device, and the errors of a rank that has one."""
 
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.errors import InputError
-from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.ranks.job import CellReceipt
+from precision_time.storage.schema import GridCell
 
 __all__ = [
-    "REFUSAL_CAUSES",
     "CellRefusedError",
     "EnvironmentChangedError",
     "LossNotFiniteError",
     "refuse_cell",
-    "refuse_unstarted",
 ]
-
-#: Causes of an outcome that is ``refused``: another attempt on this device cannot come out differently.
-REFUSAL_CAUSES = frozenset({"precision-unsupported", "strategy-unsupported", "option-unsupported"})
 
 
 class CellRefusedError(InputError):
-    """The cell cannot be run as it was asked for; ``cause`` is the word of its outcome."""
+    """The cell cannot be run as requested; ``cause`` is the word of its outcome."""
 
     code = "E-CELL-REFUSED"
 
@@ -32,18 +23,18 @@ class CellRefusedError(InputError):
 
 
 class LossNotFiniteError(RuntimeError):
-    """The loss became infinite or NaN: what is timed from there on is no training."""
+    """The loss became infinite or NaN, so the times that follow are not those of training."""
 
 
 class EnvironmentChangedError(RuntimeError):
-    """A worker runs other software than the plan of the campaign found."""
+    """A worker runs other software than the plan of the campaign states."""
 
 
 def refuse_cell(cell: GridCell) -> tuple[str, str] | None:
     """(cause, message) when ``cell`` can be refused before anything is started, else None.
 
-    Strategies other than ``ddp``, and gradient compression that would change nothing: on one rank, or to the format
-    that the gradients have anyway.
+    Refused are strategies other than ``ddp``, and gradient compression that changes nothing: on one rank, or to the
+    format that the gradients already have.
     """
     if cell.strategy != "ddp":
         return "strategy-unsupported", f"strategy {cell.strategy} is not measured; only ddp is"
@@ -57,22 +48,3 @@ def refuse_cell(cell: GridCell) -> tuple[str, str] | None:
                 f"{cell.compression} compression has no effect: the gradients of {cell.precision} have that format",
             )
     return None
-
-
-def refuse_unstarted(cell: GridCell, *, attempt: int, environment: Environment) -> CellReceipt | None:
-    """The receipt of a cell that ``refuse_cell`` refuses, to be recorded as it is; None for any other cell."""
-    refused = refuse_cell(cell)
-    if refused is None:
-        return None
-    return CellReceipt(
-        cell=cell,
-        cell_id=cell.cell_id(environment),
-        attempt=attempt,
-        environment=environment,
-        status="refused",
-        cause=refused[0],
-        message=refused[1],
-        started_at=time.time(),
-        duration_s=0.0,
-        host=socket.gethostname(),
-    )

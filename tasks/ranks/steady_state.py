@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 __all__ = [
     "STEADY_TOLERANCE",
-    "Regimes",
-    "find_regimes",
+    "Levels",
+    "find_levels",
     "is_steady",
     "least_warmup",
     "pair_size",
@@ -17,16 +17,16 @@ __all__ = [
     "warmup_size",
 ]
 
-#: Relative change between two halves of a window that counts as none; a CPU shares its caches and cores with others.
+#: Relative change between two halves of a window that counts as none, larger where caches and cores are shared.
 STEADY_TOLERANCE = {"cuda": 0.02, "cpu": 0.05}
 
-#: Steps between two decisions; ranks agree on each, and CUDA ranks stop their pipeline for it.
+#: Steps between two decisions; ranks agree on each of these, and CUDA ranks empty their pipeline for it.
 BLOCK_STEPS = 5
-#: A slow model decides more often: this many seconds of steps, or a single one.
+#: Seconds of steps between two decisions of a slow model; at least one step.
 WARMUP_BLOCK_S = 0.5
 #: DDP makes its buckets anew after the first backward pass; this many steps after a change of buckets are cold.
 STEPS_AFTER_REBUILD = 3
-#: Fewer measured steps give no median worth the name, so these are taken even when the time is up.
+#: Steps that are measured even when the time is up, since fewer give no useful median.
 LEAST_MEASURED = 3
 #: Share of a cell's time that warm-up may take.
 WARMUP_SHARE = 0.5
@@ -44,9 +44,9 @@ def is_steady(times: Sequence[float], *, tolerance: float) -> bool:
 
 
 def least_warmup(buckets: Sequence[tuple[int, ...]], *, wanted: int, in_time: bool) -> int:
-    """Warm-up steps that must be taken, from the bucket sizes (bytes) of every step so far.
+    """The least number of warm-up steps, from the bucket sizes (bytes) of every step so far.
 
-    ``STEPS_AFTER_REBUILD`` past the last change of buckets, the certain one after step 0 included; and as many as
+    ``STEPS_AFTER_REBUILD`` after the last change of buckets, of which there always is one after step 0; and at least
     ``wanted`` while there is time.
     """
     changes = [step for step in range(1, len(buckets)) if buckets[step] != buckets[step - 1]]
@@ -55,7 +55,7 @@ def least_warmup(buckets: Sequence[tuple[int, ...]], *, wanted: int, in_time: bo
 
 
 def warmup_size(times: Sequence[float], *, least: int, elapsed_s: float, cap_s: float, tolerance: float) -> int:
-    """How many warm-up steps to take next; 0 ends warm-up. ``times`` are the seconds of those taken so far."""
+    """How many warm-up steps to take next; 0 ends warm-up. ``times`` are the seconds of the steps so far."""
     block = BLOCK_STEPS
     if times:
         block = min(BLOCK_STEPS, max(1, int(WARMUP_BLOCK_S / times[-1])))
@@ -69,8 +69,8 @@ def warmup_size(times: Sequence[float], *, least: int, elapsed_s: float, cap_s: 
 def pair_size(done: int, *, wanted: int, step_s: float, blocks: int, elapsed_s: float, cap_s: float) -> int:
     """How many steps the next measured blocks take each; 0 ends measuring.
 
-    ``blocks`` is 2 where a block without synchronisation follows each one with it. Every block starts with one step
-    that is thrown away.
+    ``blocks`` is 2 where a block without synchronisation follows each synchronised one. Every block starts with one
+    step that is thrown away.
     """
     fitting = int((cap_s - elapsed_s) / (blocks * step_s)) - 1
     least = min(LEAST_MEASURED, wanted) - done
@@ -86,19 +86,19 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-#: A regime has at least this many steps; what is shorter is an outlier, or not yet to be told from one.
-SHORTEST_REGIME = 5
-#: Steps after which a regime counts as settled.
+#: A level has at least this many steps; a shorter stretch may be an outlier.
+SHORTEST_LEVEL = 5
+#: Steps after which a level counts as settled.
 SETTLED_STEPS = 8
 #: Chance of calling noise a change.
-CHANGE_LEVEL = 0.01
+FALSE_CHANGE_CHANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regimes:
-    """A series of step times cut where its level changes: the first steps of each regime, and whether the last holds.
+class Levels:
+    """A series of step times cut where its level changes: the first step of each level, and whether the last holds.
 
-    ``starts[0]`` is 0. ``settled`` says that the last regime is long enough and its two halves agree within
+    ``starts[0]`` is 0. ``settled`` says that the last level is long enough and its two halves agree within
     ``tolerance`` and the noise of their medians.
     """
 
@@ -107,12 +107,12 @@ class Regimes:
 
     @property
     def steady_from(self) -> int:
-        """First step of the last regime; 0 when nothing changed."""
+        """First step of the last level; 0 when nothing changed."""
         return self.starts[-1]
 
 
-def find_regimes(times: Sequence[float], *, tolerance: float) -> Regimes:
-    """Where the level of ``times`` (seconds, in order) changes by more than the share ``tolerance``, and if it settles.
+def find_levels(times: Sequence[float], *, tolerance: float) -> Levels:
+    """Where the level of ``times`` (seconds, in order) changes by more than the share ``tolerance``, and if it settled.
 
     Binary segmentation with Pettitt's rank test (A. N. Pettitt 1979, Applied Statistics 28(2), 126-135): ranks, so that
     single slow steps move nothing. A slow-down of 15 % after step 60 is found within 20 steps.
@@ -129,19 +129,19 @@ def find_regimes(times: Sequence[float], *, tolerance: float) -> Regimes:
     half = len(last) // 2
     settled = len(starts) == 1 or len(last) >= SETTLED_STEPS
     if settled and half >= STEADY_WINDOW // 2:
-        # Halves catch a drift, the last few steps a level that goes up and down.
+        # The halves differ for a drift, the last few steps for a level that goes up and down.
         settled = (
             _difference(last[:half], last[half:]) < tolerance + _noise(last, half=half)
             and _difference(last, last[-SETTLED_STEPS:]) < 2.0 * tolerance
         )
-    return Regimes(starts=tuple(sorted(starts)), settled=settled)
+    return Levels(starts=tuple(sorted(starts)), settled=settled)
 
 
 def _noise(times: Sequence[float], *, half: int) -> float:
     """Two standard errors of the difference between the medians of two halves, as a share.
 
-    The spread comes from neighbouring steps, which a drift hardly moves: median of their distance, as of a normal
-    distribution; the median of n values has 1.2533 / sqrt(n) of its standard error.
+    The spread is the median distance of neighbouring steps, which a drift hardly changes, converted as for a normal
+    distribution. The standard error of the median of n values is 1.2533 / sqrt(n) times the spread.
     """
     spread = 1.4826 / math.sqrt(2.0) * statistics.median(abs(b - a) for a, b in itertools.pairwise(times))
     return 2.0 * 1.2533 * spread * math.sqrt(2.0 / half) / statistics.median(times)
@@ -150,28 +150,29 @@ def _noise(times: Sequence[float], *, half: int) -> float:
 def _find_change(times: Sequence[float], *, tolerance: float) -> int | None:
     """The step at which ``times`` change most, if they do."""
     count = len(times)
-    if count < 2 * SHORTEST_REGIME:
+    if count < 2 * SHORTEST_LEVEL:
         return None
     ranks = _ranks(times)
-    best, clearest, where, total = 0.0, 0.0, 0, 0.0
+    best, largest, where, total = 0.0, 0.0, 0, 0.0
     for before in range(1, count):
         total += ranks[before - 1]
         distance = abs(2.0 * total - before * (count + 1))
-        if not SHORTEST_REGIME <= before <= count - SHORTEST_REGIME:
+        if not SHORTEST_LEVEL <= before <= count - SHORTEST_LEVEL:
             continue
         best = max(best, distance)
-        # Pettitt's own place is drawn to the middle; over its standard deviation the distance is largest at the change.
-        clear = distance / math.sqrt(before * (count - before))
-        if clear > clearest:
-            clearest, where = clear, before
+        # Pettitt's own estimate is biased towards the middle; divided by its standard deviation the distance is largest
+        # at the change.
+        scaled = distance / math.sqrt(before * (count - before))
+        if scaled > largest:
+            largest, where = scaled, before
     chance = 2.0 * math.exp(-6.0 * best**2 / (count**3 + count**2))
-    if chance > CHANGE_LEVEL or _difference(times[:where], times[where:]) <= tolerance:
+    if chance > FALSE_CHANGE_CHANCE or _difference(times[:where], times[where:]) <= tolerance:
         return None
     return where
 
 
 def _ranks(times: Sequence[float]) -> list[float]:
-    """The rank of each time, 1 for the smallest; equal ones share the mean of theirs."""
+    """The rank of each time, 1 for the smallest; equal times share the mean of their ranks."""
     order = sorted(range(len(times)), key=times.__getitem__)
     ranks = [0.0] * len(times)
     begin = 0

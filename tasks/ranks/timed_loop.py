@@ -15,22 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from precision_time.storage.run_options import RunOptions
+from precision_time.tasks.ranks.apply_precision import AppliedPrecision
 from precision_time.tasks.ranks.buckets import Flight, FlightLog, find_averaged, log_bucket, send_alone
 from precision_time.tasks.ranks.clocks import Clock, make_clock
-from precision_time.tasks.ranks.conditions import Conditions, Watch
+from precision_time.tasks.ranks.conditions import Conditions, MachineWatch
 from precision_time.tasks.ranks.device_state import EnergyMeter, GpuMonitor, open_monitor
 from precision_time.tasks.ranks.job import MeasurementLimits
-from precision_time.tasks.ranks.policies import AppliedPrecision
 from precision_time.tasks.ranks.refusals import LossNotFiniteError
-from precision_time.tasks.ranks.run_options import (
-    RunOptions,
-    arrange_module,
-    check_compiled,
-    check_wire,
-    compile_module,
-    fuse_optimizer,
-    lay_out_batch,
-)
+from precision_time.tasks.ranks.run_options import prepare_training
 from precision_time.tasks.ranks.steady_state import (
     STEADY_TOLERANCE,
     is_steady,
@@ -43,16 +36,16 @@ from precision_time.tasks.workloads import Workload
 
 __all__ = ["LoopResult", "StepTimes", "TimedLoop"]
 
-#: Warm-ups begun anew because buckets changed while measuring; more means that the module changes by itself.
+#: Repeated warm-ups after a change of buckets while measuring; more changes come from the module itself.
 MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """One iteration: seconds of its parts, what was sent, what the loss scaler did, and the conditions of its block.
+    """One iteration: seconds of its parts, sizes of its buckets, loss scaling, and the conditions of its block.
 
-    ``last_backward_s`` is the backward pass of the last micro-step, the one that sends; ``last_landing_s`` is how long
-    after its begin the last bucket landed, None where none was sent.
+    ``last_backward_s`` is the backward pass of the last micro-step, which sends the gradients; ``last_landing_s`` the
+    time from its begin until the last bucket landed, None where none was sent.
     """
 
     iteration_s: float
@@ -65,7 +58,7 @@ class StepTimes:
     step_skipped: bool
     recorded_at: float
     peak_memory_bytes: int
-    conditions: Conditions | None = None
+    conditions: Conditions
     last_backward_s: float | None = None
     last_landing_s: float | None = None
 
@@ -90,23 +83,23 @@ class LoopResult:
 
 @dataclass(slots=True)
 class _Marks:
-    """What a step leaves behind until its block has settled: begin, gradients cleared, (forward, backward)*, end."""
+    """The marks of a step until its block has ended: begin, gradients cleared, (forward, backward)*, end."""
 
     points: list[Any]
     flights: list[Flight]
     loss_scale: float | None
     step_skipped: bool
     recorded_at: float
-    #: what a fused optimizer was told of infinite gradients: it is called for skipped steps too
+    #: whether a fused optimizer found infinite gradients: it is called for skipped steps too
     found_inf: torch.Tensor | None = None
 
 
 class TimedLoop:
     """Trains ``workload`` on one batch that stays on the device, and times every step.
 
-    ``module`` is what a step calls: the workload's own, behind torch.compile if asked, in DDP with more than one rank.
-    Raises ``CellRefusedError`` for options that cannot be put in force here. ``cores`` is how many cores the ranks on
-    this host use together, ``ranks_here`` how many ranks that are.
+    ``module`` is called in each step: the workload's own as its run options change it, in DDP with more than one rank.
+    Raises ``CellRefusedError`` for options that cannot be put in force here. ``ranks_here`` is the number of ranks on
+    this host, ``cores`` the number of cores that they use together.
     """
 
     def __init__(
@@ -125,29 +118,23 @@ class TimedLoop:
     ) -> None:
         self.workload, self.policy, self.device = workload, policy, device
         self.world_size, self.accumulation_steps, self.limits = world_size, accumulation_steps, limits
-        self.options = options or RunOptions()
         self.clock: Clock = make_clock(device)
-        self.log = FlightLog(self.clock, world_size, wire_dtype=self.options.wire_dtype)
-        module = workload.module.train()
-        arrange_module(module, self.options)
-        if self.options.compiled:
-            # Inside DDP: Dynamo leaves DDP's own forward to the interpreter, and with it a module that is a sequence.
-            module = compile_module(module, device=device)
+        training = prepare_training(
+            workload.module.train(), options or RunOptions(), device=device, world_size=world_size
+        )
+        self._check_first_steps = training.check_first_steps
+        self.log = FlightLog(self.clock, world_size, wire_dtype=training.wire_dtype)
         self._parallel: DistributedDataParallel | None = None
         if world_size > 1:
-            if self.log.wire_dtype is not None:
-                check_wire(self.log.wire_dtype, device=device)
-            else:
-                formats = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+            if self.log.wire_dtype is None:
+                formats = {parameter.dtype for parameter in training.module.parameters() if parameter.requires_grad}
                 self.log.averaged = find_averaged(formats, device=device)
             devices = [device] if device.type == "cuda" else None
-            self._parallel = DistributedDataParallel(module, device_ids=devices)
+            self._parallel = DistributedDataParallel(training.module, device_ids=devices)
             self._parallel.register_comm_hook(self.log, log_bucket)
-        self.module: nn.Module = self._parallel or module
-        self.optimizer = workload.make_optimizer(self.module.parameters())
-        if self.options.fused_optimizer:
-            self.optimizer = fuse_optimizer(self.optimizer)
-        # Followed here: asking the scaler would make every step wait for the device.
+        self.module: nn.Module = self._parallel or training.module
+        self.optimizer = training.finish_optimizer(workload.make_optimizer(self.module.parameters()))
+        # Tracked here, since every step would wait for the device if it asked the scaler.
         self._loss_scale = None if policy.scaler is None else policy.scaler.get_scale()
         self._optimizer_steps = 0
         self._found_inf: torch.Tensor | None = None
@@ -156,10 +143,9 @@ class TimedLoop:
             self._keep_found_inf if self._skips_inside else self._count_optimizer_step
         )
         self._loss: torch.Tensor | None = None
-        batch = policy.cast_batch(workload.make_batch(batch_size, device))
-        self.batch = lay_out_batch(batch) if self.options.channels_last else batch
+        self.batch = training.lay_out_batch(policy.cast_batch(workload.make_batch(batch_size, device)))
         monitor, reason = _open_monitor(device)
-        self._watch = Watch(monitor=monitor, ranks_here=ranks_here or world_size, cores=cores)
+        self._watch = MachineWatch(monitor=monitor, ranks_here=ranks_here or world_size, cores=cores)
         self._energy = EnergyMeter(monitor, reason=reason)
 
     def _count_optimizer_step(self, *_: Any) -> None:
@@ -170,7 +156,7 @@ class TimedLoop:
         self._found_inf = getattr(optimizer, "found_inf", None)
 
     def run(self) -> LoopResult:
-        """Warm up and measure. Every decision is rank 0's, and told to the others between two blocks."""
+        """Warm up and measure. Rank 0 decides everything, and tells the others between two blocks."""
         began = time.perf_counter()
         cap = self.limits.seconds_per_cell
         warmup: list[StepTimes] = []
@@ -231,19 +217,18 @@ class TimedLoop:
             if size == 0:
                 return steps
             steps += self._block(size, synchronise=True, lead_in=False)
-            if self.options.compiled:
-                check_compiled()
+            self._check_first_steps()
 
     def agree(self, value: int) -> int:
         """Rank 0's ``value`` on every rank; never inside a timed region."""
         if self.world_size == 1:
             return int(value)
-        told = torch.tensor([int(value)], device=self.device)
-        dist.broadcast(told, 0)
-        return int(told.item())
+        message = torch.tensor([int(value)], device=self.device)
+        dist.broadcast(message, 0)
+        return int(message.item())
 
     def take_block(self, size: int) -> list[StepTimes]:
-        """``size`` more steps, begun together on all ranks, that are no part of what ``run`` measured."""
+        """``size`` more steps, begun together on all ranks and no part of the result of ``run``."""
         return self._block(size, synchronise=True, lead_in=False)
 
     def _send_alone(self, buckets: tuple[int, ...]) -> float | None:
@@ -254,12 +239,12 @@ class TimedLoop:
     def _block(self, size: int, *, synchronise: bool, lead_in: bool) -> list[StepTimes]:
         """``size`` timed steps that start together on all ranks.
 
-        The lead-in step is thrown away: it finds an empty pipeline, and DDP still sends the buffers of the block
-        before it. Without synchronisation the weights of the ranks drift apart, which changes no time.
+        The lead-in step is thrown away: the device has nothing queued before it, and DDP still sends the buffers of the
+        block before. Without synchronisation the weights of the ranks drift apart, which changes no time.
         """
         if self.world_size > 1:
             dist.barrier()
-        # A measured block has a lead-in; those without synchronisation are another workload.
+        # Energy is that of measured blocks: they have a lead-in, and they synchronise.
         counted = lead_in and synchronise
         joules = self._energy.start() if counted else None
         self._watch.start_block()
@@ -305,7 +290,7 @@ class TimedLoop:
             scaler.step(self.optimizer)
             scaler.update()
         points.append(self.clock.mark())
-        # Past the last mark: kept without its graph, looked at once a block.
+        # After the last mark: kept without its graph, and checked once a block.
         self._loss = loss.detach()
         skipped = self._optimizer_steps == steps_before
         if skipped and scaler is not None and scale is not None:
@@ -323,7 +308,7 @@ class TimedLoop:
         return contextlib.nullcontext() if self._parallel is None else self._parallel.no_sync()
 
     def _settle_skip(self, marks: _Marks) -> None:
-        """Read what a fused optimizer did with infinite gradients; only after the device has settled, and in order."""
+        """Note whether a fused optimizer skipped the step; to be called in order, after the device has settled."""
         if marks.found_inf is None or self.policy.scaler is None:
             return
         marks.loss_scale, marks.step_skipped = self._loss_scale, bool(marks.found_inf)
@@ -360,7 +345,7 @@ def _open_monitor(device: torch.device) -> tuple[GpuMonitor | None, str]:
     if device.type != "cuda":
         return None, "a CPU rank has no energy counter of its own"
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return (None, "torch does not tell the GPU's uuid") if uuid is None else open_monitor(str(uuid))
+    return (None, "torch does not know the GPU's uuid") if uuid is None else open_monitor(str(uuid))
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

@@ -1,7 +1,7 @@
-"""What a cell costs beyond its training steps; run: python tests/benchmarks/bench_overhead.py
+"""The overhead of a cell beyond its training steps; run: python tests/benchmarks/bench_overhead.py
 
-A cell of two gloo ranks of ``mlp`` is measured several times through ``profile_cell`` on two local workers, with ranks
-forked from a template and with ranks in fresh interpreters. Overhead is the wall time of the call less the steps of
+A cell of two gloo ranks of ``mlp`` is measured several times on leases of two local workers, with ranks forked by a
+fork server and with ranks in fresh interpreters. Overhead is the wall time of the call less the steps of
 the rank that trained longest: warm-up, measured, and each measured one's partner without synchronisation. Lead-in
 steps, which leave no row, count as overhead. Prints one JSON object.
 """
@@ -18,13 +18,10 @@ from pathlib import Path
 
 from distributed import Client, LocalCluster
 
-from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.gangs.profile_cell import profile_cell
 from precision_time.tasks.gangs.record_cell import read_fragments
 from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits
+from precision_time.tests.tasks.builders import CELL, profile_alone
 
-ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-bench-2c", cpu_model="bench", cpu_cores=2, backend="gloo")
-CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4)
 LIMITS = MeasurementLimits(warmup_steps=3, measured_steps=5, seconds_per_cell=5.0, timeout_s=120.0)
 
 
@@ -36,11 +33,11 @@ def steps_s(receipt: CellReceipt) -> float:
     return max(seconds.values())
 
 
-def measure_overheads(cells: int, *, template: bool) -> list[dict[str, float]]:
+def measure_overheads(cells: int, *, forked: bool) -> list[dict[str, float]]:
     """Seconds of the call, of its steps and of the rest, for each of ``cells`` equal cells in turn."""
     # Workers inherit it; see tasks/processes/rank_process.py.
-    os.environ["PRECISION_TIME_TEMPLATE"] = "1" if template else "0"
-    found = []
+    os.environ["PRECISION_TIME_TEMPLATE"] = "1" if forked else "0"
+    seconds = []
     with (
         tempfile.TemporaryDirectory() as scratch,
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
@@ -49,15 +46,13 @@ def measure_overheads(cells: int, *, template: bool) -> list[dict[str, float]]:
         client.wait_for_workers(2, timeout=60)
         for attempt in range(1, cells + 1):
             began = time.perf_counter()
-            receipt = profile_cell(
-                CELL, attempt=attempt, environment=ENVIRONMENT, limits=LIMITS, client=client, scratch=Path(scratch)
-            )
+            receipt = profile_alone(CELL, client=client, scratch=Path(scratch), limits=LIMITS, attempt=attempt)
             wall_s = time.perf_counter() - began
             if receipt.status != "recorded":
                 sys.exit(f"cell {attempt}: {receipt.cause}: {receipt.message}")
             trained_s = steps_s(receipt)
-            found.append({"wall_s": wall_s, "steps_s": trained_s, "overhead_s": wall_s - trained_s})
-    return found
+            seconds.append({"wall_s": wall_s, "steps_s": trained_s, "overhead_s": wall_s - trained_s})
+    return seconds
 
 
 def summarise(cells: list[dict[str, float]]) -> dict[str, object]:
@@ -73,15 +68,15 @@ def summarise(cells: list[dict[str, float]]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", type=int, default=6, help="cells of each kind, at least 2")
-    parser.add_argument("--only", choices=("template", "fresh"), help="measure one kind alone")
+    parser.add_argument("--only", choices=("forked", "fresh"), help="measure one kind alone")
     options = parser.parse_args()
     if options.cells < 2:
         parser.error("--cells must be at least 2")
-    kinds = [options.only] if options.only else ["template", "fresh"]
-    found: dict[str, object] = {
-        kind: summarise(measure_overheads(options.cells, template=kind == "template")) for kind in kinds
+    kinds = [options.only] if options.only else ["forked", "fresh"]
+    overheads: dict[str, object] = {
+        kind: summarise(measure_overheads(options.cells, forked=kind == "forked")) for kind in kinds
     }
-    print(json.dumps(found | {"load_average": os.getloadavg()[0]}, indent=1))
+    print(json.dumps(overheads | {"load_average": os.getloadavg()[0]}, indent=1))
 
 
 if __name__ == "__main__":

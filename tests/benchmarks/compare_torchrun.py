@@ -10,19 +10,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from scipy.stats import t as student
 
 from precision_time.flows.clusters.cluster import Client, open_cluster
-from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.gangs.profile_cell import profile_cell
+from precision_time.storage.schema import GridCell
 from precision_time.tasks.gangs.record_cell import read_fragments
 from precision_time.tasks.ranks.job import MeasurementLimits
+from precision_time.tests.tasks.builders import ENVIRONMENT, profile_alone
 
 RANKS, STEPS = 2, 40
-#: Before a local cluster adds to it what Dask wants of its workers.
-ENVIRONMENT = dict(os.environ)
+#: The environment before a local cluster adds Dask's settings for its workers.
+VARIABLES = dict(os.environ)
 
 
 def time_bare(model: str, batch_size: int) -> float:
@@ -30,24 +31,19 @@ def time_bare(model: str, batch_size: int) -> float:
     threads = str(max(1, (os.cpu_count() or 1) // RANKS))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
                str(Path(__file__).with_name("bare_ddp.py")), model, str(batch_size), str(STEPS)]  # fmt: skip
-    environment = (
-        {"OMP_WAIT_POLICY": "PASSIVE", "MKL_NUM_THREADS": threads} | ENVIRONMENT | {"OMP_NUM_THREADS": threads}
-    )
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "MKL_NUM_THREADS": threads} | VARIABLES | {"OMP_NUM_THREADS": threads}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     return statistics.median(json.loads(done.stdout.splitlines()[-1]))
 
 
 def time_cell(model: str, batch_size: int, *, client: Client, scratch: Path) -> float:
     """Median over the steps of the slowest rank's seconds, by the engine."""
-    receipt = profile_cell(
+    receipt = profile_alone(
         GridCell(model=model, precision="fp32", world_size=RANKS, per_gpu_batch_size=batch_size),
-        attempt=1,
-        environment=Environment(
-            device_type="cpu", gpu="cpu-here", cpu_model="here", cpu_cores=os.cpu_count() or 1, backend="gloo"
-        ),
-        limits=MeasurementLimits(warmup_steps=10, measured_steps=STEPS, seconds_per_cell=120.0),
         client=client,
         scratch=scratch,
+        limits=MeasurementLimits(warmup_steps=10, measured_steps=STEPS, seconds_per_cell=120.0),
+        environment=replace(ENVIRONMENT, cpu_cores=os.cpu_count() or 1),
     )
     if receipt.status != "recorded":
         raise RuntimeError(f"{receipt.cause}: {receipt.message}")
@@ -67,7 +63,7 @@ def main(rounds: int, model: str, batch_size: int) -> None:
                 "torchrun": lambda: time_bare(model, batch_size),
                 "engine": lambda: time_cell(model, batch_size, client=client, scratch=Path(scratch)),
             }
-            # Each is first as often as the other: a host that warms or slows in a round favours neither.
+            # Each is first as often as the other, so that a host that slows during a round favours neither.
             turns = sorted(timings, reverse=number % 2 == 0)
             seconds = {name: timings[name]() for name in turns}
             logs.append(math.log(seconds["engine"] / seconds["torchrun"]))
@@ -80,9 +76,9 @@ def main(rounds: int, model: str, batch_size: int) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
+    arguments = sys.argv[1:]
     main(
-        int(given[0]) if given else 6,
-        given[1] if len(given) > 1 else "vit_tiny",
-        int(given[2]) if len(given) > 2 else 16,
+        int(arguments[0]) if arguments else 6,
+        arguments[1] if len(arguments) > 1 else "vit_tiny",
+        int(arguments[2]) if len(arguments) > 2 else 16,
     )

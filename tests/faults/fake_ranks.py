@@ -22,19 +22,18 @@ from precision_time.storage.timings import TimingsDataset, write_fragment
 from precision_time.tasks.gangs import scheduler_plugin as gangs
 from precision_time.tasks.processes.rank_process import RankReport
 from precision_time.tasks.ranks.job import CellReceipt, MeasurementLimits, RankJob
-from precision_time.tasks.ranks.rank import fragment_path
 
 ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-4c", cpu_model="test", cpu_cores=4, backend="gloo")
 LIMITS = MeasurementLimits(seconds_per_cell=10.0, timeout_s=60.0)
 
-#: Set by ``end_ranks``, which here stands for the kill of the rank's process.
+#: Set by ``end_ranks``, in place of killing the rank's process.
 _ended = threading.Event()
 _running: set[str] = set()
 
 
 def run_rank(job_json: str, rank: int) -> RankReport:
-    """A rank that meets its peers, sleeps, writes its rows and logs when it ran; the model says what goes wrong."""
-    # From now on the sweeps of this worker look for these ranks, and end them.
+    """A rank that waits for its peers, sleeps, writes its rows and logs when it ran; its model names its fault."""
+    # From now on the sweeps of this worker find these ranks and end them.
     gangs.end_ranks = end_ranks
     job = RankJob.from_json(job_json)
     scratch = Path(job.scratch)
@@ -42,7 +41,6 @@ def run_rank(job_json: str, rank: int) -> RankReport:
     _running.add(job_json)
     began = time.monotonic()
     cause = ""
-    fragment = fragment_path(scratch, rank)
     try:
         (scratch / f"rank-{rank}.here").touch()
         while len(list(scratch.glob("*.here"))) < job.cell.world_size and not _ended.wait(0.005):
@@ -52,38 +50,34 @@ def run_rank(job_json: str, rank: int) -> RankReport:
         if _ended.wait(3600 if job.cell.model == "sleeper" else 0.02):
             cause = "signal 9"
         else:
-            write_fragment(fragment, make_rows(job, rank))
+            write_fragment(job.fragment_path(rank), make_rows(job, rank))
     finally:
         _running.discard(job_json)
         entry = {"cell": job.cell_id, "attempt": job.attempt, "began": began, "ended": time.monotonic()}
         with (scratch.parent / f"worker-{os.getpid()}.log").open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
     return RankReport(
-        rank=rank, returncode=-9 if cause else 0, cause=cause, message=cause, fragment=str(fragment),
-        peer_lost=bool(cause), ended_at=time.time(), host="",
+        cause=cause, message=cause, fragments=[str(job.fragment_path(rank))], peer_lost=bool(cause),
+        ended_at=time.time(), host="",
     )  # fmt: skip
 
 
 def count_rows(cell: GridCell) -> int:
-    """How many rows all ranks of ``cell`` write: cells differ in it, so that no cell passes for another."""
+    """How many rows all ranks of ``cell`` write; cells differ in it, so that a mix-up is noticed."""
     return cell.world_size * (4 + cell.per_gpu_batch_size % 5)
 
 
 def make_rows(job: RankJob, rank: int) -> list[IterationTiming]:
     """One warm-up step and some measured ones of one rank."""
-    cell = job.cell
-    values: dict[str, Any] = asdict(job.environment) | {
-        "cell_id": job.cell_id, "attempt": job.attempt, "model": cell.model, "task_input": "",
-        "requested_precision": cell.precision, "effective_precision": cell.precision, "world_size": cell.world_size,
-        "nodes": cell.nodes, "per_gpu_batch_size": cell.per_gpu_batch_size,
-        "gradient_accumulation_steps": cell.gradient_accumulation_steps, "strategy": cell.strategy, "rank": rank,
-        "is_steady": True, "iteration_time_s": 1.0, "forward_time_s": 0.25, "backward_time_s": 0.5,
-        "optimizer_time_s": 0.25, "bucket_count": 1, "bucket_bytes": 4, "loss_scale": None, "step_skipped": False,
-        "peak_memory_bytes": 1, "model_params": 1, "threads_per_rank": 1, "float32_matmul_precision": "highest",
-        "host": "here", "load_average": 0.0, "recorded_at": 0.0,
+    values: dict[str, Any] = job.row_columns() | {
+        "task_input": "", "effective_precision": job.cell.precision, "rank": rank, "is_steady": True,
+        "iteration_time_s": 1.0, "forward_time_s": 0.25, "backward_time_s": 0.5, "optimizer_time_s": 0.25,
+        "bucket_count": 1, "bucket_bytes": 4, "loss_scale": None, "step_skipped": False, "peak_memory_bytes": 1,
+        "model_params": 1, "threads_per_rank": 1, "float32_matmul_precision": "highest", "load_average": 0.0,
+        "recorded_at": 0.0,
     }  # fmt: skip
     measured = {"compute_time_s": 0.875, "communication_time_s": 0.125, "exposed_communication_s": 0.125}
-    steps = count_rows(cell) // cell.world_size
+    steps = count_rows(job.cell) // job.cell.world_size
     return [
         IterationTiming(**values, **(measured if step else dict.fromkeys(measured)), step=step, is_warmup=not step)
         for step in range(steps)
@@ -110,12 +104,10 @@ def use_fake_ranks() -> None:
 
 def measure(client: object, cell: GridCell, *, attempt: int, scratch: Path) -> CellReceipt:
     """One attempt at ``cell`` with these ranks, by the code that measures real ones."""
-    from precision_time.tasks.gangs import profile_cell as profile
+    from precision_time.tests.tasks.builders import profile_alone
 
     use_fake_ranks()
-    return profile.profile_cell(
-        cell, attempt=attempt, environment=ENVIRONMENT, limits=LIMITS, client=client, scratch=scratch
-    )
+    return profile_alone(cell, client=client, scratch=scratch, limits=LIMITS, attempt=attempt, environment=ENVIRONMENT)
 
 
 def make_cell(number: int, *, model: str = "sleep", ranks: int | None = None) -> GridCell:
@@ -130,7 +122,7 @@ def measure_all(address: str, folder: str, cells: int) -> None:
     """Measure each cell until it is recorded, by this process or another, and log every lease and every attempt."""
     from distributed import Client
 
-    from precision_time.flows.campaigns.campaign import measure_cell
+    from precision_time.flows.campaigns.measure_cell import measure_cell
     from precision_time.flows.planning.plan import CampaignPlan, PlannedCell
     from precision_time.flows.planning.spec import CampaignSpec
     from precision_time.tasks.gangs import profile_cell as profile
@@ -142,7 +134,7 @@ def measure_all(address: str, folder: str, cells: int) -> None:
         "name": "fake", "models": ["mlp"], "precisions": ["fp32"], "gpus": [1], "batch_sizes": [1], "cells_at_once": 4,
         "data": str(data), "seconds_per_cell": 10, "timeout_per_cell": 60,
     })  # fmt: skip
-    # Of a plan, the settings and the environment are what a cell is measured by.
+    # A cell is measured by the plan's settings and environment alone.
     device: Any = SimpleNamespace(environment=ENVIRONMENT)
     plan = CampaignPlan(spec=spec, device=device, cells=())
     lock = threading.Lock()
@@ -151,10 +143,10 @@ def measure_all(address: str, folder: str, cells: int) -> None:
         with lock, (Path(folder) / f"{kind}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(values) + "\n")
 
-    def run_gang(job, *, client, lease):
+    def run_gang(job, starts, *, lease):
         began = time.monotonic()
         try:
-            return real_run_gang(job, client=client, lease=lease)
+            return real_run_gang(job, starts, lease=lease)
         finally:
             note("lease", cell=job.cell_id, workers=lease.workers, began=began, ended=time.monotonic())
 
@@ -184,7 +176,7 @@ def try_one(address: str, folder: str, model: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that workers can import what is sent to them.
+    # Imported under its own name, so that workers can import the functions that are sent to them.
     import fake_ranks
 
     if len(sys.argv) == 4:

@@ -62,20 +62,20 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    found = []
+    marked = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
             if is_alive and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                marked.append(process)
+    return marked
 
 
 @pytest.fixture
 def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    # Local workers are spawned with the path of this process; the scheduler in it reads the tasks too.
+    # Local workers are spawned with the path of this process, whose scheduler reads the tasks too.
     monkeypatch.syspath_prepend(str(HERE))
-    # They take the place of the real ones in this process too, and are to give it back.
+    # They replace the real ones in this process too, and must be undone.
     for name in ("run_rank", "end_ranks"):
         monkeypatch.setattr(profile, name, getattr(profile, name))
     return importlib.import_module("fake_ranks")
@@ -83,7 +83,7 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def four(mark: str, fake_ranks: ModuleType) -> Iterator[Client]:
-    """Four workers under nannies that bring them back; the scheduler is here, and reads what the clients send."""
+    """Four workers under nannies that restart them; the scheduler is in this process."""
     with (
         dask.config.set(
             {"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.no-workers-timeout": "30s"}
@@ -95,7 +95,7 @@ def four(mark: str, fake_ranks: ModuleType) -> Iterator[Client]:
 
 
 def worker_pids(client: Client) -> dict[str, int]:
-    """The processes of the workers, by address, whose nannies have seen them start: only those are brought back."""
+    """The processes of the workers by address, if their nannies have seen them start: only those are restarted."""
     known = client.scheduler_info(n_workers=-1)["workers"]
     return {
         nanny.worker_address: nanny.pid
@@ -112,16 +112,16 @@ def assert_nothing_is_held(client: Client, fake_ranks: ModuleType) -> None:
 
 
 def assert_no_process_is_left(client: Client, mark: str) -> None:
-    """Nothing that the test started lives but the workers of its cluster, and what keeps the books of their locks."""
+    """Of the processes of the test only its cluster's workers live, and the resource tracker of their locks."""
 
     def strangers() -> list[list[str]]:
         workers = set(client.run(os.getpid).values())
-        found = []
+        commands = []
         for process in marked_processes(mark):
             with contextlib.suppress(psutil.Error):
                 if process.pid not in workers and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                    found.append(process.cmdline())
-        return found
+                    commands.append(process.cmdline())
+        return commands
 
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not strangers(), within_s=30)
@@ -129,7 +129,7 @@ def assert_no_process_is_left(client: Client, mark: str) -> None:
 
 
 def kill_workers(client: Client, clients: Sequence["subprocess.Popen[str]"], *, kills: int) -> int:
-    """SIGKILL a worker now and then, and see that there are four again, until the clients have ended; the kills."""
+    """SIGKILL a worker now and then while there are four, until the clients have ended; returns the number of kills."""
     chance, killed = random.Random(5), 0
     seen_whole = time.monotonic()
     while any(process.poll() is None for process in clients):
@@ -141,7 +141,7 @@ def kill_workers(client: Client, clients: Sequence["subprocess.Popen[str]"], *, 
                 os.kill(chance.choice(pids), signal.SIGKILL)
                 killed += 1
         elif time.monotonic() - seen_whole > 12:
-            # A nanny gives up on a worker that dies while it starts; whoever runs a cluster then starts another.
+            # A nanny gives up on a worker that dies while it starts; then another one has to be started.
             client.cluster.scale(len(client.cluster.workers) + 1)
             seen_whole = time.monotonic()
         time.sleep(chance.uniform(0.1, 0.5))
@@ -158,11 +158,11 @@ CELLS, KILLS = 300, 20
 def test_two_clients_finish_300_cells_on_workers_that_keep_dying(
     four: Client, mark: str, fake_ranks: ModuleType, tmp_path: Path
 ) -> None:
-    # Both take all of them, as campaigns do, and the second to come to a cell finds it recorded.
+    # Like two campaigns, both go through all cells, and the second at a cell finds it recorded.
     command = [sys.executable, str(HERE / "fake_ranks.py"), four.scheduler.address, str(tmp_path), str(CELLS)]
     clients = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        # What they say is read all the time, or they would wait for it.
+        # Their output is read all the time, or they would block on it.
         said = [pool.submit(client.communicate) for client in clients]
         dataset = TimingsDataset(str(tmp_path / "data"))
         wait_until(lambda: any(client.poll() is not None for client in clients) or len(dataset.recorded_cells()) > 2)
@@ -175,15 +175,15 @@ def test_two_clients_finish_300_cells_on_workers_that_keep_dying(
     expected = {cell_id: fake_ranks.count_rows(cell) for cell_id, cell in cells.items()}
     assert Counter(dataset.read(strict=True)["cell_id"].to_pylist()) == expected
     outcomes = dataset.outcomes(strict=True)
-    assert Counter(seen.cell_id for seen in outcomes if seen.status == "recorded") == dict.fromkeys(cells, 1)
-    assert {seen.cell_id: seen.rows for seen in outcomes if seen.status == "recorded"} == expected
-    causes = Counter(seen.cause for seen in outcomes if seen.status != "recorded")
+    assert Counter(outcome.cell_id for outcome in outcomes if outcome.status == "recorded") == dict.fromkeys(cells, 1)
+    assert {outcome.cell_id: outcome.rows for outcome in outcomes if outcome.status == "recorded"} == expected
+    causes = Counter(outcome.cause for outcome in outcomes if outcome.status != "recorded")
     assert set(causes) <= {"lost contact"}, causes
-    # Each client came to each cell, and one of the two measured it.
-    came = [seen for seen in read_lines(tmp_path, "outcome-*.jsonl") if seen["status"] == "recorded"]
-    assert Counter(seen["cell_id"] for seen in came) == dict.fromkeys(cells, 2)
-    assert {seen["cell_id"]: seen["rows"] for seen in came if seen["rows"]} == expected
-    assert sum(seen["rows"] for seen in came) == sum(expected.values())
+    # Both clients have an outcome of each cell, which one of the two measured.
+    came = [outcome for outcome in read_lines(tmp_path, "outcome-*.jsonl") if outcome["status"] == "recorded"]
+    assert Counter(outcome["cell_id"] for outcome in came) == dict.fromkeys(cells, 2)
+    assert {outcome["cell_id"]: outcome["rows"] for outcome in came if outcome["rows"]} == expected
+    assert sum(outcome["rows"] for outcome in came) == sum(expected.values())
 
     leases = read_lines(tmp_path, "lease-*.jsonl")
     by_worker: dict[str, list[tuple[float, float]]] = {}
@@ -191,11 +191,11 @@ def test_two_clients_finish_300_cells_on_workers_that_keep_dying(
         for worker in lease["workers"]:
             by_worker.setdefault(worker, []).append((lease["began"], lease["ended"]))
     assert {worker: overlaps for worker, spans in by_worker.items() if (overlaps := find_overlaps(spans))} == {}
-    # No second run is wasted: as many gangs were started as there are outcomes.
-    assert Counter(lease["cell"] for lease in leases) == Counter(seen.cell_id for seen in outcomes)
-    # What the workers say themselves: one rank at a time each.
+    # No attempt is wasted: there are as many gangs as outcomes.
+    assert Counter(lease["cell"] for lease in leases) == Counter(outcome.cell_id for outcome in outcomes)
+    # By the workers' own logs: one rank at a time each.
     for name in {path.name for path in tmp_path.glob("*/worker-*.log")}:
-        assert not find_overlaps((seen["began"], seen["ended"]) for seen in read_lines(tmp_path, f"*/{name}"))
+        assert not find_overlaps((outcome["began"], outcome["ended"]) for outcome in read_lines(tmp_path, f"*/{name}"))
     print(f"\n{sum(map(len, by_worker.values()))} ranks on {len(by_worker)} workers, {KILLS} killed: {dict(causes)}")
     assert_nothing_is_held(four, fake_ranks)
     assert_no_process_is_left(four, mark)
@@ -239,16 +239,16 @@ def test_a_client_that_is_stopped_in_the_queue_holds_up_nobody_and_is_served_whe
 ) -> None:
     with lease_workers(four, 1) as lease:
         stopped = start_one(four, tmp_path, model="sleep", ranks=4)
-        wait_until(lambda: lease.is_lost() or gang_state(four)["queue"])
+        wait_until(lambda: lease.lost_workers() or gang_state(four)["queue"])
         stopped.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(1) as pool:
             narrow = pool.submit(
                 fake_ranks.measure, four, fake_ranks.make_cell(1, ranks=1), attempt=1, scratch=tmp_path
             )
-            # The scheduler hears of this lease, and of the one that waits for three workers that are free.
-            wait_until(lambda: lease.is_lost() or narrow.done())
+            # This lease and the narrow request keep asking the scheduler.
+            wait_until(lambda: lease.lost_workers() or narrow.done())
             assert narrow.result().status == "recorded"
-        assert not lease.is_lost()
+        assert not lease.lost_workers()
     stopped.send_signal(signal.SIGCONT)
     told, _ = stopped.communicate(timeout=WAIT_S)
     assert json.loads(told)["status"] == "recorded"
@@ -318,7 +318,7 @@ max_attempts: {attempts}
 cells_at_once: {at_once}
 """
 
-#: A model that kills the Dask worker which its rank belongs to.
+#: A model that kills the Dask worker of its rank.
 KILLER = """\
 import os
 import signal
@@ -327,11 +327,12 @@ import psutil
 
 
 def make():
-    (worker,) = [one for one in psutil.Process().parents() if "multiprocessing.spawn" in " ".join(one.cmdline())]
+    parents = psutil.Process().parents()
+    (worker,) = [parent for parent in parents if "multiprocessing.spawn" in " ".join(parent.cmdline())]
     os.kill(worker.pid, signal.SIGKILL)
 """
 
-#: A model whose ranks say that they are there, and begin when a file says so.
+#: A model whose ranks each write a file, and begin when another file appears.
 WAITER = """\
 import os
 import pathlib
@@ -349,7 +350,7 @@ def make():
 
 
 class Outside:
-    """A scheduler and workers that run as processes of their own, and a campaign on them through the command line."""
+    """A scheduler and workers in processes of their own, and a campaign on them by the command line."""
 
     def __init__(self, folder: Path, *, prefect_api: str) -> None:
         self.folder, self.data, self.prefect_api = folder, folder / "data", prefect_api
@@ -401,7 +402,7 @@ class Outside:
         )  # fmt: skip
 
     def write_model(self, name: str, text: str) -> None:
-        """A module that the campaign, the workers and their ranks find in the folder that they stand in."""
+        """Write a module into the folder in which the campaign, the workers and their ranks run."""
         (self.folder / f"{name}.py").write_text(text, encoding="utf-8")
 
     def recorded(self) -> int:
@@ -416,11 +417,11 @@ def outside(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standing
 
 def assert_no_rank_is_left(mark: str) -> None:
     def ranks() -> list[list[str]]:
-        found = []
+        commands = []
         for process in marked_processes(mark):
             with contextlib.suppress(psutil.Error):
-                found.append(process.cmdline())
-        return [command for command in found if "precision_time.tasks.ranks.rank" in " ".join(command)]
+                commands.append(process.cmdline())
+        return [command for command in commands if "precision_time.tasks.ranks.rank" in " ".join(command)]
 
     wait_until(lambda: not ranks(), within_s=60)
 
@@ -471,7 +472,7 @@ def test_a_campaign_that_waits_for_workers_says_so_and_ends_at_once_by_ctrl_c(ou
         while waits not in (line := campaign.stderr.readline()):
             assert line, "it ended without a word of the wait"
         assert "2 of 2 are held by 1 lease of others" in line
-        # The limit for workers to appear is none for workers that others hold.
+        # The time limit for workers to appear does not limit the wait for workers that others hold.
         time.sleep(10)
         assert campaign.poll() is None
         campaign.send_signal(signal.SIGINT)
@@ -480,7 +481,7 @@ def test_a_campaign_that_waits_for_workers_says_so_and_ends_at_once_by_ctrl_c(ou
         assert time.monotonic() - began < WAIT_S / 2
         assert campaign.returncode == 130, said
         assert len(gang_state(client)["leases"]) == 1
-    # What came of the run until then is shown all the same.
+    # The results of the run until then are shown all the same.
     result = json.loads(out)
     assert (result["ended_by"], result["failed"]) == ("interrupted", [])
     assert 1 <= result["cells_recorded"] == outside.recorded() < 4
@@ -495,14 +496,16 @@ def test_two_campaigns_on_one_scheduler_and_the_same_data_measure_each_cell_once
     with Client(outside.address) as client:
         client.wait_for_workers(2, timeout=WAIT_S)
         with lease_workers(client, 2):
-            # With one at a time stated, cells of the two may run side by side on one host.
+            # With cells_at_once stated, cells of the two may run side by side on one host.
             campaigns = [
                 outside.start_campaign(batches="[4, 8]", attempts=4, at_once="1", prefect=name, wait="120s")
                 for name in ("one", "two")
             ]
             # Both have found all cells missing, and want the same one first.
             wait_until(
-                lambda: len(gang_state(client)["queue"]) == 2 or any(one.poll() is not None for one in campaigns)
+                lambda: (
+                    len(gang_state(client)["queue"]) == 2 or any(campaign.poll() is not None for campaign in campaigns)
+                )
             )
         with ThreadPoolExecutor(2) as pool:
             said = list(pool.map(lambda campaign: campaign.communicate(timeout=2 * WAIT_S), campaigns))
@@ -515,20 +518,20 @@ def test_two_campaigns_on_one_scheduler_and_the_same_data_measure_each_cell_once
     dataset = TimingsDataset(str(outside.data))
     rows = dataset.read().num_rows
     assert sum(result["rows_added"] for result in results) == rows
-    recorded = [seen for seen in dataset.outcomes() if seen.status == "recorded"]
-    assert (len(recorded), sum(seen.rows for seen in recorded)) == (4, rows)
+    recorded = [outcome for outcome in dataset.outcomes() if outcome.status == "recorded"]
+    assert (len(recorded), sum(outcome.rows for outcome in recorded)) == (4, rows)
     assert_rows_are_whole(outside, cells=4)
     assert not list((outside.folder / "scratch").iterdir())
     assert_no_rank_is_left(mark)
 
 
 def count_measured_rows(outside: Outside) -> dict[str, int]:
-    """How many rows each cell has; of warm-up, which ends when a cell is steady, no two runs have the same number."""
+    """How many measured rows each cell has; the number of warm-up rows differs from run to run."""
     rows = TimingsDataset(str(outside.data)).read(strict=True).select(["cell_id", "is_warmup"]).to_pylist()
     return Counter(row["cell_id"] for row in rows if not row["is_warmup"])
 
 
-#: What a campaign of six small cells, one of which kills its worker, may take at the most.
+#: Most seconds of a campaign of six small cells, one of which kills its worker.
 POISONED_S = 2 * WAIT_S
 
 
@@ -555,7 +558,7 @@ def test_a_cell_that_kills_its_worker_every_time_ends_a_campaign_with_5_and_the_
     assert_rows_are_whole(outside, cells=5)
     assert sorted(count_measured_rows(outside).values()) == [3, 3, 3, 6, 6]
     outcomes = TimingsDataset(str(outside.data)).outcomes()
-    attempts = [(seen.attempt, seen.cause) for seen in outcomes if seen.model == "killer:make"]
+    attempts = [(outcome.attempt, outcome.cause) for outcome in outcomes if outcome.model == "killer:make"]
     assert attempts == [(1, "lost contact"), (2, "lost contact"), (3, "lost contact")]
     assert_no_rank_is_left(mark)
 
@@ -592,9 +595,11 @@ def test_a_campaign_that_loses_a_worker_records_all_cells_with_the_rows_of_an_un
     assert count_measured_rows(outside) == undisturbed
     assert_rows_are_whole(outside, cells=4)
     outcomes = TimingsDataset(str(outside.data)).outcomes()
-    assert Counter(seen.cell_id for seen in outcomes if seen.status == "recorded") == dict.fromkeys(undisturbed, 1)
-    lost = [seen for seen in outcomes if seen.cause == "lost contact"]
-    assert [seen.model for seen in lost] == ["waiter:make"]
+    assert Counter(outcome.cell_id for outcome in outcomes if outcome.status == "recorded") == dict.fromkeys(
+        undisturbed, 1
+    )
+    lost = [outcome for outcome in outcomes if outcome.cause == "lost contact"]
+    assert [outcome.model for outcome in lost] == ["waiter:make"]
     assert held[-1] in lost[0].message
     assert_no_rank_is_left(mark)
 

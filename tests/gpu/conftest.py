@@ -1,4 +1,4 @@
-"""What tests on a GPU share: the device, and phases of training steps read from a trace of torch.profiler."""
+"""Fixtures of tests on a GPU: the device, and phases of training steps read from a trace of torch.profiler."""
 
 import bisect
 import itertools
@@ -12,8 +12,8 @@ import pytest
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-#: Device time that no phase launched, above which a trace says nothing of phases. A little is normal: Kineto records
-#: of the driver's calls only kernel launches (CuptiCbidRegistry.cpp), so a memset by the driver lacks its launch.
+#: Share of device time without a launching phase, above which a trace is useless. A little is normal: of the driver's
+#: calls Kineto records only kernel launches (CuptiCbidRegistry.cpp), so a memset by the driver lacks its launch.
 _UNASSIGNED_SHARE = 0.01
 
 
@@ -45,7 +45,7 @@ def _read_phases(events: Sequence[Mapping[str, Any]], *, phases: Sequence[str]) 
 
 
 def _find_ends(events: Sequence[Mapping[str, Any]], ranges: Sequence[tuple[float, float, str]]) -> list[float]:
-    """When the device ended the last work that each of ``ranges`` (begin, end, name) launched, in the trace's time."""
+    """When the device ended the last work launched in each of ``ranges`` (begin, end, name), in the trace's time."""
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -67,14 +67,14 @@ def _find_ends(events: Sequence[Mapping[str, Any]], ranges: Sequence[tuple[float
         ends[place] = end if ends[place] is None else max(ends[place], end)
     if unassigned > _UNASSIGNED_SHARE * whole:
         raise ValueError(f"{unassigned / whole:.1%} of the device's time was launched by no phase")
-    found = [end for end in ends if end is not None]
-    if len(found) < len(ends):
+    known = [end for end in ends if end is not None]
+    if len(known) < len(ends):
         raise ValueError(f"a range launched nothing: {ranges[ends.index(None)][2]}, number {ends.index(None)}")
-    return found
+    return known
 
 
 def _median_phases(events: Sequence[Mapping[str, Any]], *, phases: Sequence[str]) -> dict[str, float]:
-    return {name: statistics.median(found) for name, found in _read_phases(events, phases=phases).items()}
+    return {name: statistics.median(seconds) for name, seconds in _read_phases(events, phases=phases).items()}
 
 
 def _profile_block(loop: Any, size: int, *, folder: Path) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -88,13 +88,13 @@ def _profile_block(loop: Any, size: int, *, folder: Path) -> tuple[list[dict[str
     from precision_time.tasks.ranks.chrome_trace import RangedClock
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    own = loop.clock
-    loop.clock = RangedClock(own)
+    clock = loop.clock
+    loop.clock = RangedClock(clock)
     try:
         with profile(activities=activities) as profiler:
             steps = loop._block(size, synchronise=True, lead_in=True)
     finally:
-        loop.clock = own
+        loop.clock = clock
     trace = folder / "trace.json"
     profiler.export_chrome_trace(str(trace))
     return json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], steps
@@ -114,7 +114,7 @@ def profile_block(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], l
 
 @pytest.fixture(scope="session")
 def device() -> Any:
-    """The first GPU. A machine without one fails the test: whoever asks for ``-m gpu`` has one."""
+    """The first GPU. Without one the test fails, since ``-m gpu`` was requested."""
     import torch
 
     if not torch.cuda.is_available():

@@ -19,17 +19,17 @@ from precision_time.storage.schema import CellOutcome, GridCell
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.gangs.record_cell import record_cell
 from precision_time.tasks.probing.probe_device import ProbeReport, probe_device
-from precision_time.tasks.processes.single_rank import profile_here
+from precision_time.tasks.processes.rank_process import profile_here
 from precision_time.tasks.ranks.job import MeasurementLimits
 
 MODELS = {"resnet50": (32, 64, 128), "bert_base": (8, 16, 32), "gpt2": (2, 4, 8), "vit_b16": (16, 32, 64)}
 PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")
-#: A cell is some seconds of start and at most 4 of steps: one that takes 40 hangs.
+#: A cell starts in some seconds and takes at most 4 of steps; after 40 it hangs.
 LIMITS = MeasurementLimits(warmup_steps=5, measured_steps=15, seconds_per_cell=4.0, timeout_s=40.0)
 
 
 def list_cells() -> list[GridCell]:
-    """The middle batch of every model and precision first, so that a run cut short is of use."""
+    """All cells, first the middle batch of every model and precision, so that a run cut short is useful."""
     order = (1, 2, 0)
     return [
         GridCell(model=model, precision=precision, world_size=1, per_gpu_batch_size=batches[place])
@@ -38,15 +38,13 @@ def list_cells() -> list[GridCell]:
 
 
 def measure_cell(cell: GridCell, *, report: ProbeReport, dataset: TimingsDataset, scratch: Path) -> CellOutcome:
-    """One rank in a process of its own, recorded as a campaign records it."""
-    folder = scratch / cell.cell_id(report.environment)
-    folder.mkdir()
-    receipt = profile_here(cell, environment=report.environment, limits=LIMITS, scratch=folder)
+    """Measure one cell in a process of its own, and record it as a campaign does."""
+    receipt = profile_here(cell, environment=report.environment, limits=LIMITS, scratch=scratch)
     return record_cell(dataset, receipt)
 
 
 def write_results(out: Path, rows: pa.Table, *, page: str) -> None:
-    """``timings.parquet`` and ``results.md`` in ``out``, each whole or as it was: the script may be killed here too."""
+    """``timings.parquet`` and ``results.md`` in ``out``, replaced whole: the script may be killed at any time."""
     written = out / ".timings.parquet"
     pq.write_table(rows, written, compression="zstd")
     written.replace(out / "timings.parquet")
@@ -58,38 +56,41 @@ def write_results(out: Path, rows: pa.Table, *, page: str) -> None:
 def make_page(
     outcomes: list[CellOutcome], rows: list[dict[str, Any]], *, report: ProbeReport, planned: int, took_s: float
 ) -> str:
-    """The results as Markdown: a line a cell, medians of the measured iterations among ``rows``."""
+    """The results as Markdown: one line per cell, with medians of the measured iterations among ``rows``."""
     rows = [row for row in rows if not row["is_warmup"]]
     environment = report.environment
     lines = [
         f"# {environment.gpu}",
         "",
         f"torch {environment.framework_version}, CUDA {environment.cuda_version}, driver {environment.driver_version}; "
-        f"{sum(one.status == 'recorded' for one in outcomes)} of {planned} cells in {took_s:.0f} s, one device, "
+        f"{sum(cell.status == 'recorded' for cell in outcomes)} of {planned} cells in {took_s:.0f} s, one device, "
         f"{LIMITS.measured_steps} measured iterations at most. Medians in milliseconds.",
         "",
         "| model | precision | batch | iteration | forward | backward | optimizer | samples/s | steady |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for one in sorted(outcomes, key=lambda one: (one.model, one.per_gpu_batch_size, PRECISIONS.index(one.precision))):
-        own = [row for row in rows if row["cell_id"] == one.cell_id]
-        told = f"| {one.model} | {one.precision} | {one.per_gpu_batch_size} | "
-        if not own:
-            lines.append(told + f"{one.cause} | | | | | |")
+    in_order = sorted(
+        outcomes, key=lambda cell: (cell.model, cell.per_gpu_batch_size, PRECISIONS.index(cell.precision))
+    )
+    for outcome in in_order:
+        measured = [row for row in rows if row["cell_id"] == outcome.cell_id]
+        cell = f"| {outcome.model} | {outcome.precision} | {outcome.per_gpu_batch_size} | "
+        if not measured:
+            lines.append(cell + f"{outcome.cause} | | | | | |")
             continue
         names = ("iteration_time_s", "forward_time_s", "backward_time_s", "optimizer_time_s")
-        medians = [statistics.median(row[name] for row in own) for name in names]
+        medians = [statistics.median(row[name] for row in measured) for name in names]
         times = " | ".join(f"{1e3 * seconds:.2f}" for seconds in medians)
-        steady = "yes" if own[0]["is_steady"] else "no"
-        lines.append(told + f"{times} | {one.per_gpu_batch_size / medians[0]:,.0f} | {steady} |")
+        steady = "yes" if measured[0]["is_steady"] else "no"
+        lines.append(cell + f"{times} | {outcome.per_gpu_batch_size / medians[0]:,.0f} | {steady} |")
     return "\n".join([*lines, ""])
 
 
 def main(out: Path, *, seconds: float, device: str = "cuda", cells: list[GridCell] | None = None) -> int:
     """Measure what fits into ``seconds``; 0 only when every cell was measured.
 
-    None begins that could end past ``seconds``. Results are in ``out`` after each, so an end from outside costs the
-    cell under way.
+    No cell begins that could end after ``seconds``. Results are in ``out`` after each cell, so that a kill from outside
+    costs only the running cell.
     """
     began = time.monotonic()
     report = probe_device(device)
@@ -115,12 +116,12 @@ def main(out: Path, *, seconds: float, device: str = "cuda", cells: list[GridCel
             )
             write_results(out, rows, page=page)
     print(page)
-    return 0 if len(outcomes) == len(cells) and all(one.status == "recorded" for one in outcomes) else 1
+    return 0 if len(outcomes) == len(cells) and all(outcome.status == "recorded" for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder for timings.parquet and results.md")
     parser.add_argument("seconds", type=float, nargs="?", default=380.0)
-    chosen = parser.parse_args()
-    sys.exit(main(chosen.out, seconds=chosen.seconds))
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.out, seconds=arguments.seconds))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def cupy() -> Any:
-    """CuPy on a GPU. A machine without one fails the test: whoever asks for ``-m gpu`` has one."""
+    """CuPy on a GPU. Without one the test fails, since ``-m gpu`` was requested."""
     import cupy
 
     if not cupy.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The GPU check in an environment that holds only what it asks for, as far as a CPU goes."""
+"""The GPU check in an environment with only its stated needs, as far as it runs on a CPU."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ from precision_time.storage.schema import CellOutcome, Environment
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-#: What check.sh says that it needs, beside CUDA.
+#: The needs that check.sh states, beside CUDA.
 NEEDS = ("torch", "pyarrow", "pytest")
 
 
@@ -34,13 +34,13 @@ def list_distributions(names: tuple[str, ...]) -> dict[str, metadata.Distributio
         except metadata.PackageNotFoundError:  # for another platform
             continue
         requires = found[name].requires or []
-        wanted += [re.match(r"[\w.-]+", one)[0] for one in requires if "extra ==" not in one]
+        wanted += [re.match(r"[\w.-]+", line)[0] for line in requires if "extra ==" not in line]
     return found
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a fresh environment in which the needs are linked, and nothing else is."""
+    """The Python of a fresh environment with links to the needs and nothing else."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")

@@ -1,4 +1,4 @@
-"""On a GPU: what the timed loop reports against torch.profiler and against a loop without any timing in it."""
+"""The timed loop on a GPU, compared with torch.profiler and with a loop that times nothing."""
 
 import statistics
 import time
@@ -13,12 +13,12 @@ ROUNDS, ROUND_S = 6, 2.0
 
 
 class Subject:
-    """One model in training, by our loop and by hand."""
+    """One model, trained by our loop and by hand."""
 
     def __init__(self, device) -> None:
         from precision_time.predictor.setup.precision import parse_precision
+        from precision_time.tasks.ranks.apply_precision import apply_precision
         from precision_time.tasks.ranks.job import MeasurementLimits
-        from precision_time.tasks.ranks.policies import apply_precision
         from precision_time.tasks.ranks.timed_loop import TimedLoop
         from precision_time.tasks.workloads import build_workload
 
@@ -53,17 +53,17 @@ def subject(device):
 
 def test_phases_agree_with_the_profiler(subject, profile_block, read_phases) -> None:
     events, steps = profile_block(subject.loop, 10)
-    seen = read_phases(events, phases=PHASES)
+    traced = read_phases(events, phases=PHASES)
     ours, alone = (
-        {phase: statistics.median(getattr(step, f"{phase}_s") for step in found) for phase in PHASES}
-        for found in (steps, subject.measured.synced)
+        {phase: statistics.median(getattr(step, f"{phase}_s") for step in block) for phase in PHASES}
+        for block in (steps, subject.measured.synced)
     )
     for phase in PHASES:
-        print(f"{phase}: loop {ours[phase]:.6f} s, profiler {seen[phase]:.6f} s, without it {alone[phase]:.6f} s")
-    whole = sum(seen.values())
+        print(f"{phase}: loop {ours[phase]:.6f} s, profiler {traced[phase]:.6f} s, without it {alone[phase]:.6f} s")
+    whole = sum(traced.values())
     for phase in PHASES:
-        # The optimizer is so short that its share of the iteration is what counts.
-        assert abs(ours[phase] - seen[phase]) < 0.03 * max(seen[phase], whole / 3), phase
+        # The optimizer is so short that its error is compared with the whole iteration.
+        assert abs(ours[phase] - traced[phase]) < 0.03 * max(traced[phase], whole / 3), phase
 
 
 def test_timing_costs_no_more_than_a_hundredth(subject) -> None:
@@ -82,7 +82,7 @@ def test_timing_costs_no_more_than_a_hundredth(subject) -> None:
         return (time.perf_counter() - began) / count
 
     def timed() -> float:
-        # What a block does beside its steps (load, NVML, reading the marks) is done when the device has settled.
+        # The other work of a block (load, NVML, reading the marks) is done after the device has settled.
         seconds = run(lambda: subject.loop._step(synchronise=True))
         subject.loop.clock.reuse()
         return seconds
@@ -92,7 +92,7 @@ def test_timing_costs_no_more_than_a_hundredth(subject) -> None:
 
     pairs = []
     for number in range(ROUNDS):
-        # Each is first as often as the other: a clock that drifts favours neither.
+        # Each is first as often as the other, so that a drifting clock favours neither.
         first, second = (timed, plain) if number % 2 else (plain, timed)
         seconds = {first: first(), second: second()}
         pairs.append((seconds[timed], seconds[plain]))

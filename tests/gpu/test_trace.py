@@ -33,7 +33,7 @@ class Machine:
         self.host += 5.0
 
     def synchronise(self) -> None:
-        """The host waits; not a piece of work."""
+        """The host waits, which is no work of the device."""
         length = max(1.0, self.free - self.host)
         tie = {"correlation": next(self.correlations)}
         self.add("cuda_runtime", "cudaDeviceSynchronize", self.host, length, args=tie)
@@ -57,7 +57,7 @@ class Machine:
         self.span("forward", begin)
         self.host += 3.0
         begin = self.host
-        self.launch(1.0)  # the gradient of the loss itself, filled with ones by the thread that calls
+        self.launch(1.0)  # the gradient of the loss itself, filled with ones by the calling thread
         self.add("gpu_user_annotation", "backward", self.free - 1.0, 1.0, thread=7)
         self.launch(9.0, kind="gpu_memset", thread=AUTOGRAD)
         self.launch(backward - 10.0, thread=AUTOGRAD, by="cuda_driver")
@@ -77,7 +77,7 @@ def make_trace(*, steps: int = 4) -> Machine:
     for _ in range(steps):
         machine.step()
     machine.synchronise()
-    machine.launch(1.0)  # what looks at the loss, past the last step
+    machine.launch(1.0)  # reads the loss after the last step
     # Kineto writes events by thread and kind, not by time.
     machine.events.sort(key=lambda event: (event.get("cat", ""), -event["ts"]))
     return machine
@@ -143,8 +143,8 @@ def test_the_ranges_of_a_profiled_block_are_its_phases(profile_block, read_phase
     import torch
 
     from precision_time.predictor.setup.precision import PRECISIONS
+    from precision_time.tasks.ranks.apply_precision import apply_precision
     from precision_time.tasks.ranks.job import MeasurementLimits
-    from precision_time.tasks.ranks.policies import apply_precision
     from precision_time.tasks.ranks.timed_loop import TimedLoop
     from precision_time.tasks.workloads import OPTIMIZERS, Workload
 
@@ -176,7 +176,7 @@ def test_the_ranges_of_a_profiled_block_are_its_phases(profile_block, read_phase
     # Two layers forward; two gradients of weights and one of activations; four parameters and their momenta to add to.
     kinds = {"aten::addmm": MAIN, "aten::mm": AUTOGRAD, "aten::add_": MAIN}
     machine = Machine()
-    for operation in sorted((one for one in events if one["name"] in kinds), key=lambda one: one["ts"]):
+    for operation in sorted((event for event in events if event["name"] in kinds), key=lambda event: event["ts"]):
         machine.host = operation["ts"]
         machine.launch(1e6, thread=kinds[operation["name"]])
     assert read_phases(events + machine.events, phases=PHASES) == pytest.approx(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from precision_time.storage.measurements import measure_cells
+from precision_time.storage.measurements import derive_measurements
 from precision_time.storage.parquet import table_of
 from precision_time.storage.schema import IterationTiming, Measurement
 
@@ -13,7 +13,7 @@ Make = Callable[..., IterationTiming]
 
 
 def measure(rows: list[IterationTiming], **flops: float) -> tuple[list[Measurement], list[tuple[str, str]]]:
-    return measure_cells(table_of(rows, IterationTiming), forward_flops=flops)
+    return derive_measurements(table_of(rows, IterationTiming), forward_flops=flops)
 
 
 def test_the_slowest_rank_of_a_step_counts_with_all_its_parts(timing: Make) -> None:

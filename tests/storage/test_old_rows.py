@@ -22,7 +22,7 @@ ENVIRONMENT = Environment(
 )  # fmt: skip
 
 TEXT, INTEGER, NUMBER, TRUTH = pa.dictionary(pa.int32(), pa.string()), pa.int64(), pa.float64(), pa.bool_()
-#: The columns of version 1, written out: the class has moved on.
+#: The columns of version 1, spelled out, since the class has more by now.
 TIMING_1 = {
     "cell_id": TEXT, "attempt": INTEGER, "model": TEXT, "task_input": TEXT, "requested_precision": TEXT,
     "effective_precision": TEXT, "world_size": INTEGER, "nodes": INTEGER, "per_gpu_batch_size": INTEGER,
@@ -36,7 +36,7 @@ TIMING_1 = {
     "float32_matmul_precision": TEXT, "host": TEXT, "load_average": NUMBER, "recorded_at": NUMBER,
     "schema_version": INTEGER,
 }  # fmt: skip
-#: And of version 2.
+#: The columns of version 2.
 TIMING_2 = {name: kind for name, kind in TIMING_1.items() if name != "schema_version"} | {
     "channels_last": TRUTH, "compiled": TRUTH, "checkpointing": TEXT, "fused_optimizer": TRUTH, "compression": TEXT,
     "isolated_communication_s": NUMBER, "is_cold": TRUTH, "is_settled": TRUTH, "gpu_clock_hz": NUMBER,
@@ -44,7 +44,7 @@ TIMING_2 = {name: kind for name, kind in TIMING_1.items() if name != "schema_ver
     "other_cpu_share": NUMBER, "steal_share": NUMBER, "energy_j": NUMBER, "energy_reason": TEXT,
     "schema_version": INTEGER,
 }  # fmt: skip
-#: What version 3 brought.
+#: The columns that version 3 added.
 SINCE_3 = (
     "bucket_sizes", "exposed_after_backward_s", "cudnn_allow_tf32", "input_mode", "tool_version", "code_sha256",
     "trace_truncated", "traced_exposed_s",
@@ -83,7 +83,7 @@ def test_a_dataset_of_the_first_schema_is_read_with_defaults_and_nulls(tmp_path:
     assert measured.iterations == 5
     assert (measured.compiled, measured.compression, measured.settled) == (False, "none", None)
     assert (measured.cold_iteration_time_s, measured.energy_j, measured.throttled_share) == (None, None, None)
-    assert measured.skew_s is not None  # what old rows tell, they tell
+    assert measured.skew_s is not None  # known from old rows too
 
 
 def test_what_the_second_schema_did_not_record_is_null_and_never_a_value(tmp_path: Path, cell_rows: Make) -> None:
@@ -96,7 +96,7 @@ def test_what_the_second_schema_did_not_record_is_null_and_never_a_value(tmp_pat
     (measured,) = dataset.measurements(strict=True)
     assert (measured.isolated_communication_s, measured.energy_j) == (0.5, 4.0)
     assert measured.exposed_after_backward_s is None
-    assert measured.transfer_time_s is not None  # old rows tell the communication of every rank
+    assert measured.transfer_time_s is not None  # old rows have the communication of every rank
 
 
 def test_old_and_new_rows_stand_in_one_dataset(tmp_path: Path, cell_rows: Make) -> None:

@@ -1,4 +1,4 @@
-"""Workloads that go wrong in one way each; ranks load them as ``faulty_workloads:<name>``."""
+"""Workloads that fail in one way each; ranks load them as ``faulty_workloads:<name>``."""
 
 import os
 import signal
@@ -71,10 +71,10 @@ def sleeps_on_rank_1():
 
 
 def allocates_without_end():
-    kept = []
+    tensors = []
 
     def trouble():
-        kept.append(torch.ones(2**30))
+        tensors.append(torch.ones(2**30))
 
     return _workload(trouble)
 

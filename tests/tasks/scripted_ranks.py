@@ -73,7 +73,7 @@ def sleeps():
 
 
 def sleeps_with_family():
-    """Deaf to polite signals, with a child, and a grandchild in a session of its own that is deaf too."""
+    """Ignores polite signals, and so do its child and a grandchild in a session of its own."""
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN); "
     grandchild = [sys.executable, "-c", deaf + "time.sleep(600)"]
     code = deaf + (
@@ -88,7 +88,7 @@ def sleeps_with_family():
 
 
 def leaves_orphan():
-    """Ends well, and leaves behind a process that has cut every tie to it."""
+    """Ends well, and leaves behind a process that has left its session and lost its parent."""
     daemon = [sys.executable, "-c", "import time; time.sleep(600)"]
     code = f"import subprocess; print(subprocess.Popen({daemon}, start_new_session=True, stdout=-3).pid)"
     left = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
@@ -99,15 +99,15 @@ def leaves_orphan():
 def hoards():
     import torch
 
-    kept = []
+    tensors = []
     while True:
-        kept.append(torch.ones(2**22))
+        tensors.append(torch.ones(2**22))
 
 
 def tries_for_memory():
-    """Asks for 64 MB pieces until 1 GB: fine without a limit."""
+    """Allocates pieces of 64 MB up to 1 GB, which succeeds without a limit."""
     import torch
 
-    kept = [torch.ones(2**24) for _ in range(16)]
-    _tell({"pieces": len(kept)})
+    tensors = [torch.ones(2**24) for _ in range(16)]
+    _tell({"pieces": len(tensors)})
     os._exit(0)

@@ -1,4 +1,5 @@
 import dataclasses
+import doctest
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from precision_time.predictor.workloads.workload import known_workloads
 from precision_time.storage.errors import InputError, UnknownNameError
+from precision_time.tasks import workloads
 from precision_time.tasks.workloads import BUILDERS, OPTIMIZERS, build_workload, count_card
 
 LIGHT = ("mlp", "vit_tiny", "bert_mini", "gpt2_mini")
@@ -70,12 +72,17 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         ("no_such_module:factory", "No module named 'no_such_module'"),
         ("faulty_workloads:no_such_factory", "no_such_factory"),
         (":factory", "cannot be imported"),
-        ("faulty_workloads:not_a_workload", "of another kind; got: str"),
+        ("faulty_workloads:not_a_workload", "returns no workload; got: str"),
     ],
 )
 def test_a_dotted_name_that_leads_nowhere_is_bad_input(on_path, name, said):
     with pytest.raises(InputError, match=said):
         build_workload(name)
+
+
+def test_the_example_of_a_workload_runs() -> None:
+    result = doctest.testmod(workloads)
+    assert (result.failed, result.attempted > 0) == (0, True)
 
 
 def test_adamw_stays_finite_in_fp16_where_the_square_of_a_gradient_is_zero() -> None:

@@ -1,4 +1,4 @@
-"""A campaign: what is refused before measuring, what is measured and in which order, and what a run leaves behind."""
+"""A campaign: refusals before measuring, the cells and their order, and the results of a run."""
 
 import io
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_time.flows.campaigns.measuring import measure_missing
+from precision_time.flows.campaigns.cell_loop import measure_missing
 from precision_time.flows.campaigns.progress import CampaignProgress
 from precision_time.flows.campaigns.summary import (
     CampaignResult,
@@ -24,52 +24,20 @@ from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.storage.errors import (
     InputError,
     PrecisionUnsupportedError,
-    StorageError,
     StorageFullError,
     printable,
 )
-from precision_time.storage.schema import CellOutcome, Measurement
+from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.probing.probe_device import ProbeReport
-from precision_time.tasks.ranks.job import TraceLimits
+from precision_time.tests.flows.campaigns.made_up import make_measurement, make_outcome, make_plan, make_spec
 
 Probe = Callable[[str], ProbeReport]
 Measure = Callable[[PlannedCell], CellOutcome]
 
 
-def make_spec(folder: Path, **changes: object) -> CampaignSpec:
-    values = {
-        "name": "trial",
-        "models": ["mlp", "gpt2_mini"],
-        "precisions": ["fp32", "amp_bf16"],
-        "gpus": [1, 2],
-        "batch_sizes": [8],
-        "data": str(folder / "data"),
-    }
-    return CampaignSpec.model_validate(values | changes)
-
-
-def make_outcome(planned: PlannedCell, *, status: str = "recorded", cause: str = "", attempt: int = 1) -> CellOutcome:
-    cell = planned.cell
-    return CellOutcome(
-        cell_id=planned.cell_id, attempt=attempt, status=status, cause=cause, rows=40 if status == "recorded" else 0,
-        model=cell.model, precision=cell.precision, world_size=cell.world_size, nodes=cell.nodes,
-        per_gpu_batch_size=cell.per_gpu_batch_size, gradient_accumulation_steps=cell.gradient_accumulation_steps,
-        strategy=cell.strategy, gpu="cpu-test-2c", host="here", started_at=0.0, duration_s=1.0,
-    )  # fmt: skip
-
-
-def make_measurement(planned: PlannedCell, *, iteration_time_s: float) -> Measurement:
-    cell = planned.cell
-    return Measurement(
-        source="campaign", model=cell.model, task_input="", gpu="cpu-test-2c", nodes=1, world_size=cell.world_size,
-        precision=cell.precision, strategy="ddp", per_gpu_batch_size=cell.per_gpu_batch_size,
-        gradient_accumulation_steps=1, framework="pytorch", iteration_time_s=iteration_time_s, cell_id=planned.cell_id,
-    )  # fmt: skip
-
-
 class RecordingMeasure:
-    """Notes which cells were asked for; those in ``failing`` fail with a cause."""
+    """Notes the measured cells; those in ``failing`` fail with a cause."""
 
     def __init__(self, failing: dict[str, str] | None = None) -> None:
         self.asked: list[str] = []
@@ -77,11 +45,7 @@ class RecordingMeasure:
 
     def __call__(self, planned: PlannedCell) -> CellOutcome:
         self.asked.append(planned.cell.label)
-        cause = self.failing.get(planned.cell.label)
-        if cause is None:
-            return make_outcome(planned)
-        status = "refused" if cause == "precision-unsupported" else "failed"
-        return make_outcome(planned, status=status, cause=cause)
+        return make_outcome(planned, cause=self.failing.get(planned.cell.label, ""))
 
 
 def run_core(plan: CampaignPlan, measure: Measure, stream: io.StringIO | None = None) -> dict[str, CellOutcome]:
@@ -174,16 +138,6 @@ def test_only_missing_cells_are_measured_and_in_order(tmp_path: Path, device: Pr
     assert set(outcomes) == {planned.cell_id for planned in plan.missing}
 
 
-def make_plan(spec: CampaignSpec, device: ProbeReport, *, recorded: tuple[int, ...] = ()) -> CampaignPlan:
-    cells = tuple(
-        PlannedCell(
-            cell=cell, cell_id=cell.cell_id(device.environment), is_recorded=index in recorded, estimated_s=10.0
-        )
-        for index, cell in enumerate(spec.cells())
-    )
-    return CampaignPlan(spec=spec, device=device, cells=cells)
-
-
 def test_missing_cells_come_in_their_order_and_the_grid_in_that_of_the_file(tmp_path: Path, probe: Probe) -> None:
     spec = make_spec(tmp_path, batch_sizes=[8, 16])
     plan = plan_campaign(spec, probe=probe)
@@ -223,14 +177,14 @@ def test_a_result_that_prefect_cannot_be_asked_for_is_returned_all_the_same(
     expected = summarise(make_plan(make_spec(tmp_path), device), {}, rows={}, duration_s=1.0)
 
     def lose_the_api(spec: CampaignSpec, *, return_state: bool) -> None:
-        kept = campaign._finished.get()
-        assert kept is not None
-        kept.append(expected)
+        results = campaign._finished.get()
+        assert results is not None
+        results.append(expected)
         raise ConnectionError("all connection attempts failed")
 
     monkeypatch.setattr(campaign, "profiling_campaign", lose_the_api)
     assert campaign.run_campaign(make_spec(tmp_path)) == expected
-    assert "Prefect does not know how the run ended" in capsys.readouterr().err
+    assert "Prefect has no result of the run" in capsys.readouterr().err
 
 
 def test_a_failing_cell_is_tried_again_after_the_others_and_stops_none(tmp_path: Path, device: ProbeReport) -> None:
@@ -255,60 +209,6 @@ def test_a_campaign_without_a_single_recorded_cell_is_no_success(tmp_path: Path,
     plan = make_plan(make_spec(tmp_path, max_attempts=1), device)
     outcomes = run_core(plan, RecordingMeasure({planned.cell.label: "timed out" for planned in plan.cells}))
     assert summarise(plan, outcomes, rows={}, duration_s=1.0).status == "failed"
-
-
-def test_an_unforeseen_error_costs_the_cell_and_is_written_down(
-    tmp_path: Path, device: ProbeReport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from precision_time.flows.campaigns import campaign
-
-    def break_down(*_: object, **__: object) -> None:
-        raise RuntimeError("the cluster went away")
-
-    monkeypatch.setattr(campaign, "profile_cell", break_down)
-    plan = make_plan(make_spec(tmp_path), device)
-    dataset = TimingsDataset(plan.spec.data)
-    for attempt in (1, 2):
-        outcome = campaign.measure_cell(plan.cells[0], plan=plan, dataset=dataset, client=None, scratch=tmp_path)
-        assert (outcome.status, outcome.attempt) == ("failed", attempt)
-    assert [seen.message for seen in dataset.outcomes()] == ["RuntimeError: the cluster went away"] * 2
-
-
-def test_traces_are_taken_until_their_quota_is_used_up(
-    tmp_path: Path, device: ProbeReport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from precision_time.flows.campaigns import campaign
-
-    limits = []
-    monkeypatch.setattr(campaign, "profile_cell", lambda *_, trace, keep, **__: (limits.append(trace), keep(None)))
-    monkeypatch.setattr(campaign, "record_cell", lambda dataset, receipt: make_outcome(planned))
-    plan = make_plan(make_spec(tmp_path, traced_steps=3, max_trace_bytes=100 * 2**20), device)
-    planned, dataset = plan.cells[0], TimingsDataset(plan.spec.data)
-    for stored in (0, 60, 60):
-        if stored:
-            dataset.write_trace(f"{len(limits):016x}", bytes(stored * 2**20))
-        campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
-    assert limits == [TraceLimits(steps=3, max_bytes=size * 2**20) for size in (64, 40, 0)]
-    plan = make_plan(make_spec(tmp_path), device)
-    campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
-    assert limits[-1] is None
-
-
-def test_a_disk_that_fills_up_stops_the_campaign(
-    tmp_path: Path, device: ProbeReport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from precision_time.flows.campaigns import campaign
-
-    def fill(*_: object, **__: object) -> None:
-        raise StorageFullError("no room")
-
-    monkeypatch.setattr(campaign, "profile_cell", lambda *_, keep, **__: keep(None))
-    monkeypatch.setattr(campaign, "record_cell", fill)
-    plan = make_plan(make_spec(tmp_path), device)
-    with pytest.raises(StorageError):
-        campaign.measure_cell(
-            plan.cells[0], plan=plan, dataset=TimingsDataset(plan.spec.data), client=None, scratch=tmp_path
-        )
 
 
 def test_the_grid_shows_times_speedups_and_causes(tmp_path: Path, device: ProbeReport) -> None:
@@ -382,7 +282,7 @@ def test_the_time_left_is_unknown_before_the_first_cell_and_then_scales(
     progress = CampaignProgress(plan, stream=io.StringIO())
     assert progress.seconds_left is None
     progress.start_cell(plan.cells[0])
-    clock[0] = 20.0  # twice what was expected
+    clock[0] = 20.0  # twice the expected time
     progress.finish_cell(plan.cells[0], make_outcome(plan.cells[0]), is_last_attempt=True)
     assert progress.seconds_left == pytest.approx(7 * 20.0)
     progress.start_cell(plan.cells[1])
@@ -437,7 +337,7 @@ def test_a_real_campaign_is_recorded_resumed_and_shown(tmp_path: Path) -> None:
     traces = {path.name for path in Path(spec.data, "traces", "v1").iterdir()}
     assert traces == {f"cell-{cell}.json.gz" for cell in dataset.recorded_cells()}
     assert dataset.read().column("trace_truncated").to_pylist() == [False] * mended.rows
-    assert all(seen.iteration_time_s > 0 for seen in dataset.measurements())
+    assert all(measured.iteration_time_s > 0 for measured in dataset.measurements())
     with get_client(sync_client=True) as client:
         for key, kind in [
             ("campaign-trial", "table"), ("campaign-trial-report", "markdown"), ("campaign-trial-progress", "progress"),

@@ -1,4 +1,4 @@
-"""CA-SGD cells in campaigns: what a file may ask for, how they are planned, and what becomes of their ranks."""
+"""CA-SGD cells in campaigns: the checks of a file, the plan of their times, and the end of their ranks."""
 
 import os
 import re
@@ -14,14 +14,14 @@ import pytest
 import yaml
 from distributed import Client, LocalCluster
 
-from precision_time.flows.campaigns.campaign import measure_cell
-from precision_time.flows.campaigns.measuring import CellStoppedError, _Running
+from precision_time.flows.campaigns.cell_loop import CellStoppedError, _Running
+from precision_time.flows.campaigns.measure_cell import measure_cell
 from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec, read_campaign
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
 from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells import launch as glm_launch
+from precision_time.tasks.casgd_cells import launch
 from precision_time.tasks.gangs import verdicts
 from precision_time.tasks.gangs.leases import gang_state
 from precision_time.tasks.probing.probe_device import ProbeReport
@@ -33,7 +33,7 @@ EXAMPLE = Path(__file__).parents[3] / "deploy" / "campaigns" / "casgd.yaml"
 
 def make_spec(folder: Path, **changes: object) -> CampaignSpec:
     values = {
-        "name": "glm",
+        "name": "casgd",
         "models": ["casgd-logistic-n28"],
         "strategies": ["columns"],
         "precisions": ["fp32"],
@@ -115,7 +115,7 @@ def test_a_gpu_is_no_place_for_the_solver_of_a_campaign(tmp_path: Path, device: 
 def test_without_mpi_several_ranks_are_refused_before_anything_starts(
     tmp_path: Path, probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(glm_launch, "_find_mpiexec", lambda: None)
+    monkeypatch.setattr(launch, "_find_mpiexec", lambda: None)
     message = refusal(tmp_path, probe)
     assert "no mpiexec" in message
     assert "precision-time[mpi]" in message
@@ -150,9 +150,9 @@ def test_a_cell_is_planned_by_its_size_and_at_most_by_its_cap(tmp_path: Path, pr
 def client() -> Iterator[Client]:
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
-        Client(cluster) as found,
+        Client(cluster) as client,
     ):
-        yield found
+        yield client
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +177,7 @@ class Campaign:
 
 
 def list_ranks() -> list[psutil.Process]:
-    """Every process that has to do with the ranks of a CA-SGD cell, mpiexec among them."""
+    """Every process of the ranks of a CA-SGD cell, with mpiexec."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -186,14 +186,14 @@ def list_ranks() -> list[psutil.Process]:
 
 
 def await_ranks(number: int, *, seconds: float = 60.0) -> list[psutil.Process]:
-    """The rank processes, once there are ``number``; and all of them gone for 0."""
+    """Wait until there are ``number`` rank processes, and return them; for 0 also mpiexec must have ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = [process for process in list_ranks() if not number or process.name().startswith("python")]
-        if len(found) == number:
-            return found
+        ranks = [process for process in list_ranks() if not number or process.name().startswith("python")]
+        if len(ranks) == number:
+            return ranks
         time.sleep(0.05)
-    raise AssertionError(f"{len(found)} ranks instead of {number}")
+    raise AssertionError(f"{len(ranks)} ranks instead of {number}")
 
 
 @pytest.mark.mpi
@@ -217,7 +217,7 @@ def test_solver_and_network_are_measured_once_and_hold_their_workers(
     again = campaign.measure(solver)
     assert (again.attempt, again.status) == (1, "recorded")
     measured = campaign.dataset.measurements()
-    assert [(seen.model, seen.framework, seen.world_size) for seen in measured] == [("casgd-logistic-n28", "casgd", 2)]
+    assert [(row.model, row.framework, row.world_size) for row in measured] == [("casgd-logistic-n28", "casgd", 2)]
     resumed = plan_campaign(campaign.plan.spec, probe=probe)
     assert {planned.cell.strategy: planned.state for planned in resumed.cells} == {
         "columns": "recorded",
@@ -245,7 +245,7 @@ def test_a_killed_process_costs_its_cell_alone_and_leaves_no_rank(
     await_ranks(0, seconds=20)
     cause = "lost contact" if victim == "worker" else f"signal {signal.SIGKILL}"
     assert (outcomes[0].status, outcomes[0].cause) == ("failed", cause)
-    assert [(seen.cause, seen.attempt) for seen in campaign.dataset.outcomes()] == [(cause, 1)]
+    assert [(outcome.cause, outcome.attempt) for outcome in campaign.dataset.outcomes()] == [(cause, 1)]
     # The next attempt finds free workers.
     short = Campaign(tmp_path, probe, client, gpus=[2], gradient_accumulation_steps=[4])
     outcome = short.measure(short.plan.cells[0])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from precision_time.flows.campaigns.cell_loop import INTERRUPTED
 from precision_time.flows.campaigns.final_report import CampaignPages, retrain_after
-from precision_time.flows.campaigns.measuring import INTERRUPTED
 from precision_time.flows.campaigns.summary import CampaignResult
 from precision_time.flows.planning.plan import PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec

@@ -1,4 +1,4 @@
-"""Campaign files: what is accepted, what is refused and how the refusal reads, and the grid that comes out."""
+"""Campaign files: accepted values, refusals and their words, and the grid that a file makes."""
 
 import contextlib
 import json

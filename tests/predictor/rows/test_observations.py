@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import math
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from precision_time.predictor.rows.public_table import load_public_table
 from precision_time.predictor.setup.hardware import find_hardware
 from precision_time.predictor.setup.implementation import Implementation
 from precision_time.predictor.setup.parallelism import parse_parallelism
+from precision_time.predictor.setup.precision import parse_precision
 from precision_time.predictor.workloads.cards import Card, find_card
 from precision_time.predictor.workloads.workload import WorkloadFeatures, describe_entry, find_workload
 from precision_time.predictor.workloads.zoo import ZooEntry, find_entry
+from precision_time.storage.run_options import OPTION_NAMES, RUN_OPTIONS, RunOption
 
 ROW = {"model": "resnet50", "gpu": "A100-SXM4-80GB", "num_gpus": "8", "precision": "amp_fp16",
        "batch_size_per_gpu": "32", "task_input": "224", "seconds_per_micro_step": "0.1", "parallelism": "ddp",
@@ -273,16 +276,14 @@ def test_a_row_without_an_input_has_the_usual_one() -> None:
     assert describe_row("resnet50", "", None, None) == describe_row("resnet50", "224", None, None)
 
 
-def test_the_options_of_a_run_are_facts_of_its_code_and_its_defaults_are_unknown(measure) -> None:
+@pytest.mark.parametrize("option", RUN_OPTIONS, ids=OPTION_NAMES)
+def test_every_run_option_is_a_fact_of_the_setup_and_its_default_says_nothing(measure, option: RunOption) -> None:
     plain = measure(models=("mlp",))[0]
-    changed = dataclasses.replace(
-        plain, channels_last=True, compiled=True, checkpointing="full", fused_optimizer=True, world_size=2
-    )
+    changed = dataclasses.replace(plain, **{option.name: option.choices[-1]}, world_size=2)
     (default,), (observation,) = observe([plain]), observe([changed])
     assert default.setup.implementation == Implementation()
-    assert observation.setup.implementation == Implementation(
-        channels_last=True, compiled=True, checkpointing="full", fused_kernels=True
-    )
+    assert default.setup.precision == parse_precision(plain.precision)
+    assert operator.attrgetter(option.setup_field)(observation.setup) == option.choices[-1]
 
 
 def test_compressed_gradients_take_less_time_on_the_wire_and_the_policy_keeps_its_name(measure) -> None:

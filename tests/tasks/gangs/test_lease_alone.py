@@ -1,4 +1,4 @@
-"""Leases that want their hosts to themselves, as cells on CPUs do: two would slow each other down."""
+"""Leases that want their hosts to themselves, like cells on CPUs, which would slow each other down."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit

@@ -4,15 +4,16 @@ import contextlib
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from distributed import Client, Future, LocalCluster
 
 from precision_time.storage.errors import InputError, StorageError
-from precision_time.storage.schema import Environment, GridCell
+from precision_time.storage.schema import GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.casgd_cells.profile import profile_glm_cell
+from precision_time.tasks.casgd_cells.profile import profile_casgd_cell
 from precision_time.tasks.gangs import leases
 from precision_time.tasks.gangs import profile_cell as profile
 from precision_time.tasks.gangs.leases import gang_state
@@ -21,38 +22,26 @@ from precision_time.tasks.gangs.record_cell import read_fragments, record_cell
 from precision_time.tasks.processes.rank_process import assign_devices
 from precision_time.tasks.processes.running_ranks import end_ranks
 from precision_time.tasks.ranks.job import MeasurementLimits
+from precision_time.tests.tasks.builders import CELL, profile_alone
 
-ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2, backend="gloo")
 LIMITS = MeasurementLimits(warmup_steps=2, measured_steps=7, seconds_per_cell=5.0, timeout_s=60.0)
 
 
 @pytest.fixture(scope="module")
 def client():
     # Workers and their ranks must find the workloads beside this file.
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), before]))
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        with (
+            LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+            Client(cluster) as client,
+        ):
+            yield client
 
 
-def run_cell(client, scratch, model, *, world_size=2, precision="fp32", limits=LIMITS, accumulation=1, **options):
+def run_cell(client, scratch, model, *, limits=LIMITS, **changes):
     client.wait_for_workers(2, timeout=30)
-    cell = GridCell(
-        model=model,
-        precision=precision,
-        world_size=world_size,
-        per_gpu_batch_size=4,
-        gradient_accumulation_steps=accumulation,
-    )
-    given = {"attempt": 1, "environment": ENVIRONMENT, "limits": limits, "client": client, "scratch": scratch}
-    return profile_cell(cell, **given | options)
+    return profile_alone(replace(CELL, model=model, **changes), client=client, scratch=scratch, limits=limits)
 
 
 def started_ranks(scratch):
@@ -62,14 +51,14 @@ def started_ranks(scratch):
 def living_processes_of(folder):
     """Command lines that name ``folder``; a zombie has none. The kernel ends orphans a moment after their parent."""
     for _ in range(50):
-        found = []
+        commands = []
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                found += [text for text in [entry.read_bytes().decode(errors="replace")] if str(folder) in text]
-        if not found:
+                commands += [text for text in [entry.read_bytes().decode(errors="replace")] if str(folder) in text]
+        if not commands:
             break
         time.sleep(0.1)
-    return found
+    return commands
 
 
 def assert_workers_are_free(client):
@@ -85,14 +74,8 @@ def assert_workers_are_free(client):
 
 
 def test_two_ranks_leave_rows_whose_parts_make_sense(client, tmp_path):
-    kept = []
-    receipt = run_cell(
-        client, tmp_path / "scratch", "mlp", keep=lambda receipt: kept.append((receipt, gang_state(client)["leases"]))
-    )
+    receipt = run_cell(client, tmp_path / "scratch", "mlp")
     assert (receipt.status, receipt.cause, receipt.message) == ("recorded", "", "")
-    # What is written of it is there before anybody else gets its workers.
-    ((kept_receipt, leases_then),) = kept
-    assert (kept_receipt, [len(workers) for workers in leases_then.values()]) == (receipt, [2])
     assert receipt.workload is None  # the card of mlp is shipped
 
     rows = read_fragments(receipt)
@@ -122,7 +105,9 @@ def test_two_ranks_leave_rows_whose_parts_make_sense(client, tmp_path):
 
 
 def test_a_users_workload_brings_its_card_and_scales_its_loss(client, tmp_path):
-    receipt = run_cell(client, tmp_path, "faulty_workloads:tiny", world_size=1, precision="amp_fp16", accumulation=2)
+    receipt = run_cell(
+        client, tmp_path, "faulty_workloads:tiny", world_size=1, precision="amp_fp16", gradient_accumulation_steps=2
+    )
     assert (receipt.status, receipt.message) == ("recorded", "")
     assert receipt.workload["name"] == "faulty_workloads:tiny"
     assert receipt.workload["params"] == 64 * 64 + 64 + 64 * 8 + 8
@@ -232,40 +217,18 @@ def test_an_interrupt_kills_the_ranks_and_goes_on_up(client, tmp_path, monkeypat
     assert_workers_are_free(client)
 
 
-GLM_CELL = GridCell(model="casgd-logistic-n8", precision="fp32", world_size=2, per_gpu_batch_size=4, strategy="columns")
-CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4)
-BOTH_KINDS = pytest.mark.parametrize(("profile", "cell"), [(profile_cell, CELL), (profile_glm_cell, GLM_CELL)])
+SOLVER = GridCell(model="casgd-logistic-n8", precision="fp32", world_size=2, per_gpu_batch_size=4, strategy="columns")
 
 
-@BOTH_KINDS
-def test_an_attempt_is_asked_for_with_the_workers_held_and_what_it_raises_gives_them_back(
-    client, tmp_path, profile, cell
-):
-    def find_it_recorded():
-        held.extend(gang_state(client)["leases"].values())
-        raise KeyError("recorded")
-
-    held = []
-    client.wait_for_workers(2, timeout=30)
-    with pytest.raises(KeyError, match="recorded"):
-        profile(
-            cell, attempt=find_it_recorded, environment=ENVIRONMENT, limits=LIMITS, client=client, scratch=tmp_path
-        )  # fmt: skip
-    assert [len(workers) for workers in held] == [2]
-    assert list(tmp_path.iterdir()) == []
-    assert_workers_are_free(client)
-
-
-@BOTH_KINDS
+@pytest.mark.parametrize(("profile", "cell"), [(profile_cell, CELL), (profile_casgd_cell, SOLVER)])
 def test_nothing_is_started_on_workers_whose_lease_has_ended_meanwhile(client, tmp_path, profile, cell):
-    def sleep_it_away():
-        (identity,) = gang_state(client)["leases"]
-        leases._ask(client, "gang_release", lease=identity, sweeps=1)
-        return 7
+    def sleep_it_away(job, *, lease):
+        leases._ask(client, "gang_release", lease=lease.identity, sweeps=1)
+        return profile(job, lease=lease)
 
     client.wait_for_workers(2, timeout=30)
-    receipt = profile(
-        cell, attempt=sleep_it_away, environment=ENVIRONMENT, limits=LIMITS, client=client, scratch=tmp_path
+    receipt = profile_alone(
+        cell, attempt=7, client=client, scratch=tmp_path, limits=LIMITS, profile=sleep_it_away
     )  # fmt: skip
     assert (receipt.status, receipt.cause, receipt.attempt) == ("failed", "lost contact", 7)
     assert receipt.message == "the scheduler no longer knows its lease"
@@ -288,7 +251,7 @@ def test_a_scratch_folder_that_cannot_be_made_is_no_failure_of_the_cell(client, 
 @pytest.mark.parametrize(
     ("visible", "devices"),
     [
-        (["0,1", "0,1", "0,1,2", "0,1,2"], ("0", "1", "0", "1")),  # plain workers: all see the same list
+        (["0,1", "0,1", "0,1,2", "0,1,2"], ("0", "1", "0", "1")),  # plain workers: all have the same list
         (["0,1", "1,0", "2,0", "0,2"], ("0", "1", "2", "0")),  # dask-cuda: a worker's own GPU comes first
         (["GPU-a", "GPU-b", "GPU-c", "GPU-d"], ("GPU-a", "GPU-b", "GPU-c", "GPU-d")),
         ([None, None, None, None], ("0", "1", "0", "1")),
@@ -302,16 +265,3 @@ def test_every_rank_of_a_host_gets_a_gpu_of_its_own(visible, devices):
 def test_more_ranks_than_gpus_on_a_host_are_refused():
     with pytest.raises(InputError, match="fewer GPUs than ranks"):
         assign_devices(["tcp://10.0.0.1:1", "tcp://10.0.0.1:2"], ["0", "0"])
-
-
-def test_what_can_be_refused_without_a_start_takes_no_workers(tmp_path) -> None:
-    cell = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4, strategy="fsdp")
-    kept = []
-    receipt = profile_cell(
-        cell, attempt=lambda: 3, environment=ENVIRONMENT, limits=LIMITS, client=None, scratch=tmp_path / "none",
-        keep=kept.append,
-    )  # fmt: skip
-    assert (kept, receipt.attempt) == ([receipt], 3)
-    assert (receipt.status, receipt.cause) == ("refused", "strategy-unsupported")
-    assert "fsdp" in receipt.message
-    assert not (tmp_path / "none").exists()

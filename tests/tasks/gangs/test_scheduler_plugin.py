@@ -1,4 +1,4 @@
-"""Gang leases on a real scheduler whose workers are threads of this process: who gets which workers, and when."""
+"""Gang leases on a real scheduler whose workers are threads of this process: which lease gets which workers, when."""
 
 import asyncio
 import contextlib
@@ -68,7 +68,7 @@ class Waiter(threading.Thread):
             self.error = error
 
     def queue(self) -> "Waiter":
-        """Start, and return when the request stands in the queue."""
+        """Start, and return when the request is in the queue."""
         before = len(gang_state(self.client)["queue"])
         self.start()
         wait_until(lambda: len(gang_state(self.client)["queue"]) == before + 1)
@@ -81,7 +81,7 @@ A, B = [f"tcp://10.0.0.1:{port}" for port in range(1, 4)], [f"tcp://10.0.0.2:{po
 @pytest.mark.parametrize(
     ("count", "hosts", "chosen"),
     [
-        (1, None, B[:1]),  # the host with the least to spare, so that a gang of three still finds room
+        (1, None, B[:1]),  # the narrowest host, so that a gang of three still finds room
         (2, None, B),
         (3, None, A),
         (4, None, [*A, B[0]]),
@@ -103,7 +103,7 @@ def test_a_worker_is_in_one_gang_at_a_time_and_free_after_it(client: Client) -> 
     with lease_workers(client, 3) as first:
         second = Waiter(client, 2).queue()
         assert len(set(first.workers)) == 3
-        assert not first.is_lost()
+        assert not first.lost_workers()
         assert not second.held.is_set()
     assert second.held.wait(30)
     second.let_go.set()
@@ -141,14 +141,14 @@ def test_a_dead_worker_makes_the_lease_lost_and_keeps_its_peers_in_it(cluster: L
         victim = cluster.workers[0]
         address = victim.address
         cluster.sync(victim.close)
-        wait_until(lease.is_lost)
+        wait_until(lease.lost_workers)
         assert lease.lost_workers() == [address]
         assert lease.loss == f"worker {address} is gone"
         with pytest.raises(NoWorkersError, match="did not become free"), lease_workers(client, 1, timeout_s=0.3):
             pass
     with lease_workers(client, 3) as lease:
         assert address not in lease.workers
-        assert not lease.is_lost()
+        assert not lease.lost_workers()
     assert_nothing_is_held(client)
 
 
@@ -275,7 +275,7 @@ def test_of_two_with_one_claim_the_second_waits_for_the_first_and_holds_up_nobod
         with lease_workers(client, 1, claim="cell"):
             second.start()
             wait_until(lambda: len(told) > 2)
-            # Three workers are free, and whoever comes later for something else gets them.
+            # Three workers are free, and a later request with another claim gets them.
             with lease_workers(client, 3, claim="another cell", timeout_s=10):
                 pass
             with lease_workers(client, 3, timeout_s=10):
@@ -288,7 +288,7 @@ def test_of_two_with_one_claim_the_second_waits_for_the_first_and_holds_up_nobod
 
 
 class Silence:
-    """A plugin on a scheduler that is none, with two workers and a clock that the test moves."""
+    """A plugin on a made-up scheduler with two workers, and a clock that the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -305,7 +305,7 @@ class Silence:
         monkeypatch.setattr(gangs, "SWEEP_EVERY_S", 0.0)
 
     async def ask(self, lease: str, *, holder: str, count: int = 2) -> dict[str, Any]:
-        """One call of a client that waits."""
+        """One call of a waiting client."""
         return await self.plugin.acquire(
             lease=lease, holder=holder, count=count, hosts=None, claim="", grace_s=30.0, wait_s=0.05
         )
@@ -337,7 +337,7 @@ def test_a_request_of_which_nothing_is_heard_leaves_the_queue_and_queues_anew_wh
         assert await silence.queue() == ["wide"]
         await silence.pass_time(gangs.LISTEN_EVERY_S, meanwhile=check)
         assert await silence.queue() == []
-        # Who comes now is served, and the one that was stopped stands behind.
+        # A new request is served, and the one of the stopped client is behind it.
         await silence.ask("next", holder="awake")
         await silence.ask("wide", holder="asleep")
         assert await silence.queue() == ["next", "wide"]
@@ -361,7 +361,7 @@ def test_a_lease_that_was_granted_to_a_stopped_client_ends_as_early_as_its_reque
         assert await silence.leases() == ["wide"]
         await silence.pass_time(gangs.SILENT_REQUEST_S)
         assert await silence.leases() == []
-        # It has run nothing, so it may queue again.
+        # Nothing ran on its workers, so it may queue again.
         assert (await silence.ask("wide", holder="asleep"))["state"] == "granted"
         await silence.plugin.close()
 
@@ -374,7 +374,7 @@ def test_a_lease_whose_holder_keeps_silent_for_minutes_ends_swept_and_says_why(m
         await silence.ask("held", holder="asleep")
         await silence.pass_time(gangs.SILENT_LEASE_S)
         assert (await silence.plugin.check(lease="held"))["held"]
-        # It was heard: the minutes begin anew.
+        # The client has asked: its silence begins anew.
         await silence.pass_time(gangs.SILENT_LEASE_S)
         assert await silence.leases() == ["held"]
         silence.swept.clear()

@@ -1,34 +1,29 @@
-"""What all rows of a cell say together."""
+"""A cell judged by all of its rows."""
+
+from dataclasses import replace
 
 import pytest
 
-from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.gangs.verdicts import judge_rows, mark_regimes
+from precision_time.tasks.gangs.verdicts import judge_rows, mark_levels
 from precision_time.tasks.ranks.conditions import Conditions
 from precision_time.tasks.ranks.device_state import GpuState
-from precision_time.tasks.ranks.job import MeasurementLimits, RankJob
-from precision_time.tasks.ranks.rank import make_rows
-from precision_time.tasks.ranks.timed_loop import LoopResult, StepTimes
+from precision_time.tasks.ranks.timed_loop import LoopResult
+from precision_time.tests.tasks import builders
+from precision_time.tests.tasks.builders import ENVIRONMENT, make_job, make_step
 
-ENVIRONMENT = Environment(device_type="cuda", gpu="A100-SXM4-80GB", cpu_model="test", cpu_cores=2)
-CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4)
+JOB = make_job("none", environment=replace(ENVIRONMENT, device_type="cuda", gpu="A100-SXM4-80GB"))
 
 
-def rows_of(times, *, warmup=5, conditions=None, skipped=(), rank_1=1.0):
+def rows_of(times, *, warmup=5, skipped=(), rank_1=1.0, **conditions):
     """Rows of two ranks: ``times`` of rank 0, rank 1 takes ``rank_1`` times as long."""
     rows = []
     for rank in range(2):
-        job = RankJob(cell=CELL, cell_id=CELL.cell_id(ENVIRONMENT), attempt=1, environment=ENVIRONMENT,
-                      limits=MeasurementLimits(), scratch="none")  # fmt: skip
         steps = [
-            StepTimes(iteration_s=seconds * (rank_1 if rank else 1.0), forward_s=0.0, backward_s=0.0, optimizer_s=0.0,
-                      communication_s=0.0, buckets=(4,), loss_scale=None, step_skipped=step in skipped,
-                      recorded_at=0.0, peak_memory_bytes=1, conditions=conditions)
+            make_step(iteration_s=seconds * (rank_1 if rank else 1.0), step_skipped=step in skipped, **conditions)
             for step, seconds in enumerate(times)
-        ]  # fmt: skip
+        ]
         result = LoopResult(warmup=steps[:warmup], synced=steps[warmup:], local=steps[warmup:], steady=True)
-        rows += make_rows(job, rank, result=result, task_input="8", effective_precision="fp32", model_params=1,
-                          float32_matmul_precision="highest")  # fmt: skip
+        rows += builders.rows_of(JOB, result, rank=rank)
     return rows
 
 
@@ -37,7 +32,7 @@ def cold_steps(rows):
 
 
 def test_a_late_slow_down_makes_the_steps_before_it_cold_on_every_rank():
-    rows = mark_regimes(rows_of([0.100] * 60 + [0.115] * 20))
+    rows = mark_levels(rows_of([0.100] * 60 + [0.115] * 20))
     assert cold_steps(rows) == list(range(60))
     assert len([row for row in rows if row.is_cold]) == 2 * 60
     assert all(row.is_settled for row in rows)
@@ -47,18 +42,18 @@ def test_the_slowest_rank_of_a_step_makes_the_series():
     # Rank 0 alone never changes level; rank 1 is slower from step 60 on.
     rows = rows_of([0.1] * 80)
     slow = rows_of([0.1] * 60 + [0.12] * 20)[80:]
-    assert cold_steps(mark_regimes(rows[:80] + slow)) == list(range(60))
+    assert cold_steps(mark_levels(rows[:80] + slow)) == list(range(60))
 
 
 def test_a_change_too_late_to_measure_after_it_leaves_the_cell_unsettled():
-    rows = mark_regimes(rows_of([0.1] * 40 + [0.2] * 20, warmup=59))
-    assert cold_steps(rows) == list(range(40))  # the one measured step lies after the change
-    never = mark_regimes(rows_of([0.1 * 1.02**step for step in range(60)]))
+    rows = mark_levels(rows_of([0.1] * 40 + [0.2] * 20, warmup=59))
+    assert cold_steps(rows) == list(range(40))  # the only measured step is after the change
+    never = mark_levels(rows_of([0.1 * 1.02**step for step in range(60)]))
     assert not any(row.is_settled for row in never)
 
 
 def test_a_quiet_cell_has_no_cold_step():
-    rows = mark_regimes(rows_of([0.1, 0.101] * 15))
+    rows = mark_levels(rows_of([0.1, 0.101] * 15))
     assert cold_steps(rows) == []
     assert judge_rows(rows) is None
 
@@ -77,17 +72,17 @@ BUSY = Conditions(load_average=9.0, other_cpu_share=0.85, steal_share=0.0, conte
     ],
 )
 def test_a_cell_without_one_good_step_is_no_success(options, cause, said):
-    found = judge_rows(mark_regimes(rows_of([0.1] * 30, **options)))
-    assert found[0] == cause
-    assert said in found[1]
+    verdict = judge_rows(mark_levels(rows_of([0.1] * 30, **options)))
+    assert verdict[0] == cause
+    assert said in verdict[1]
 
 
 def test_a_cell_that_never_settles_and_has_no_median_is_no_success():
     wild = [0.1 * 1.5 ** (step // 3) for step in range(30)]
-    assert judge_rows(mark_regimes(rows_of(wild)))[0] == "unsteady"
+    assert judge_rows(mark_levels(rows_of(wild)))[0] == "unsteady"
 
 
 def test_ordinary_noise_and_contention_stay_recorded():
-    assert judge_rows(mark_regimes(rows_of([0.1, 0.13, 0.09] * 10, conditions=BUSY))) is None
+    assert judge_rows(mark_levels(rows_of([0.1, 0.13, 0.09] * 10, conditions=BUSY))) is None
     one_good = rows_of([0.1] * 30, conditions=THROTTLED)[:-1] + rows_of([0.1] * 30)[-1:]
-    assert judge_rows(mark_regimes(one_good)) is None
+    assert judge_rows(mark_levels(one_good)) is None

@@ -21,7 +21,7 @@ def test_a_cpu_is_named_after_its_model_and_cores(model, name):
 
 
 def test_a_cpu_is_measured_and_says_what_it_cannot_do(monkeypatch):
-    # No GPU to be seen: what is asked for as auto is then a CPU.
+    # No GPU is visible, so auto is a CPU.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     report = probe_device("auto", seconds=0.3)
     assert report.environment.device_type == "cpu"
@@ -32,7 +32,7 @@ def test_a_cpu_is_measured_and_says_what_it_cannot_do(monkeypatch):
     assert report.device_count == report.environment.cpu_cores == report.most_ranks
     assert {"tf32", "fp8", "nvfp4"} <= set(report.unsupported)
     assert not {"fp32", "amp_bf16"} & set(report.unsupported)
-    # No more than a loose frame: a CPU that multiplies at under 0.1 GFLOP/s or over 1 PFLOP/s was not measured.
+    # Loose bounds: a rate under 0.1 GFLOP/s or over 1 PFLOP/s is no measurement of a CPU.
     assert 1e8 < report.hardware.peak_flops_per_s["fp32"] < 1e15
     assert 1e8 < report.hardware.memory_bytes_per_s < 1e13
     assert report.hardware.launch_overhead_s < 1e-3

@@ -1,4 +1,4 @@
-"""How a worker holds its template, with stand-ins for the interpreter that fail in one way each."""
+"""The fork client, with stand-ins for the interpreter that fail in one way each."""
 
 import os
 import socket
@@ -8,13 +8,13 @@ import sys
 import psutil
 import pytest
 
-from precision_time.tasks.processes import fork_client as warm_starts
-from precision_time.tasks.processes.fork_client import RankRequest, Templates
+from precision_time.tasks.processes import fork_client
+from precision_time.tasks.processes.fork_client import ForkClient, RankRequest
 
 
 @pytest.fixture
 def interpreter(tmp_path, monkeypatch):
-    """Make ``sys.executable`` a script that notes each start and then does what the test says."""
+    """Make ``sys.executable`` a script that notes each start and then runs the commands of the test."""
 
     def use(text):
         script = tmp_path / "interpreter"
@@ -38,53 +38,53 @@ def make_request(folder, **environment):
     return RankRequest(job=str(folder / "job.json"), rank=0, log=str(folder / "rank-0.log"), environment=values)
 
 
-def fork(templates, request, *, is_over=lambda: False):
-    return templates.fork(request, is_over=is_over)
+def fork(client, request, *, is_over=lambda: False):
+    return client.fork(request, is_over=is_over)
 
 
-def test_a_template_that_cannot_start_is_tried_twice_and_then_no_more(tmp_path, interpreter):
+def test_a_fork_server_that_cannot_start_is_tried_twice_and_then_no_more(tmp_path, interpreter):
     interpreter("echo no such library >&2; exit 1")
-    templates, request = Templates(), make_request(tmp_path)
-    assert fork(templates, request) is None
+    client, request = ForkClient(), make_request(tmp_path)
+    assert fork(client, request) is None
     assert len(starts(tmp_path)) == 2
-    assert fork(templates, request) is None
+    assert fork(client, request) is None
     assert len(starts(tmp_path)) == 2
     log = (tmp_path / "rank-0.log").read_text()
     assert "no such library" in log
-    assert log.count("no warm start: the template process of the worker is gone") == 2
+    assert log.count("no fork server: the fork server of the worker is gone") == 2
 
 
-def test_a_changed_environment_gets_a_template_of_its_own_but_what_differs_by_rank_does_not(tmp_path, interpreter):
+def test_a_changed_environment_gets_a_fork_server_of_its_own_but_what_differs_by_rank_does_not(tmp_path, interpreter):
     interpreter("exit 1")
-    templates = Templates()
-    fork(templates, make_request(tmp_path, CUDA_VISIBLE_DEVICES="2"))
-    fork(templates, make_request(tmp_path, CUDA_VISIBLE_DEVICES="3", OMP_NUM_THREADS="7"))
+    client = ForkClient()
+    fork(client, make_request(tmp_path, CUDA_VISIBLE_DEVICES="2"))
+    fork(client, make_request(tmp_path, CUDA_VISIBLE_DEVICES="3", OMP_NUM_THREADS="7"))
     assert len(starts(tmp_path)) == 2
-    fork(templates, make_request(tmp_path, LD_LIBRARY_PATH="/elsewhere"))
+    fork(client, make_request(tmp_path, LD_LIBRARY_PATH="/elsewhere"))
     assert len(starts(tmp_path)) == 4
 
 
-def test_a_template_that_is_slow_to_load_is_left_to_go_on(tmp_path, interpreter, monkeypatch):
+def test_a_fork_server_that_is_slow_to_load_is_left_to_go_on(tmp_path, interpreter, monkeypatch):
     interpreter("exec sleep 600")
-    monkeypatch.setattr(warm_starts, "READY_S", 0.5)
-    templates, request = Templates(), make_request(tmp_path)
-    assert fork(templates, request) is None
-    assert fork(templates, request) is None
+    monkeypatch.setattr(fork_client, "READY_S", 0.5)
+    client, request = ForkClient(), make_request(tmp_path)
+    assert fork(client, request) is None
+    assert fork(client, request) is None
     assert len(starts(tmp_path)) == 1
-    monkeypatch.setattr(warm_starts, "LOADING_S", 0.0)
-    assert fork(templates, request) is None
+    monkeypatch.setattr(fork_client, "LOADING_S", 0.0)
+    assert fork(client, request) is None
     assert len(starts(tmp_path)) == 2
 
 
 def test_a_rank_that_is_not_wanted_any_more_does_not_wait(tmp_path, interpreter, monkeypatch):
     interpreter("exec sleep 600")
-    monkeypatch.setattr(warm_starts, "READY_S", 1e9)
-    assert fork(Templates(), make_request(tmp_path), is_over=lambda: True) is None
+    monkeypatch.setattr(fork_client, "READY_S", 1e9)
+    assert fork(ForkClient(), make_request(tmp_path), is_over=lambda: True) is None
 
 
-def test_a_template_that_ends_in_mid_answer_is_lost(tmp_path):
+def test_a_fork_server_that_ends_in_mid_answer_is_lost(tmp_path):
     ours, theirs = socket.socketpair()
-    lines = warm_starts._Lines(ours)
+    lines = fork_client._Lines(ours)
     with ours, theirs:
         theirs.sendall(b"pid 12\nend")
         assert lines.read() == ("pid", "12")
@@ -94,5 +94,5 @@ def test_a_template_that_ends_in_mid_answer_is_lost(tmp_path):
         theirs.sendall(b"ed -9\n")
         assert lines.read() == ("ended", "-9")
         theirs.close()
-        with pytest.raises(warm_starts.TemplateLost, match="is gone"):
+        with pytest.raises(fork_client.ForkServerLost, match="is gone"):
             lines.read()

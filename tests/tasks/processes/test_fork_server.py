@@ -1,19 +1,19 @@
-"""The template process without its imports: what it kills, what it shows, when it refuses."""
+"""The fork server without its imports: what it kills, what ps shows of it, when it refuses to fork."""
 
 import os
 import socket
 import subprocess
 import sys
 import threading
-import time
 
-import psutil
 import pytest
 
-from precision_time.tasks.processes import fork_server as template
+from precision_time.tasks.processes.fork_server import unfit_reason
+from precision_time.tasks.processes.process_families import kill_family
 from precision_time.tasks.ranks.rank import PARENT_VARIABLE
+from precision_time.tests.tasks.scripted_runs import lives, wait_until_gone
 
-#: A session with a child, a grandchild in a session of its own, and an orphan in the session; says their numbers.
+#: A session with a child, a grandchild in a session of its own, and an orphan in the session; prints their numbers.
 TREE = """
 import os, subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -26,20 +26,6 @@ time.sleep(600)
 """
 
 
-def lives(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until_gone(pids):
-    deadline = time.monotonic() + 20
-    while any(map(lives, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return [pid for pid in pids if lives(pid)]
-
-
 def test_a_whole_family_dies_with_what_left_its_session_or_lost_its_parent():
     root = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True, start_new_session=True)
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -47,7 +33,7 @@ def test_a_whole_family_dies_with_what_left_its_session_or_lost_its_parent():
         pids = [int(word) for word in root.stdout.readline().split()]
         assert pids[0] == root.pid
         assert all(map(lives, pids))
-        template.kill_family(root.pid)
+        kill_family(root.pid)
         assert wait_until_gone(pids) == []
         assert lives(stranger.pid)
     finally:
@@ -60,7 +46,7 @@ def test_a_whole_family_dies_with_what_left_its_session_or_lost_its_parent():
 def test_a_family_that_is_gone_is_no_error():
     ended = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     ended.wait()
-    template.kill_family(ended.pid)
+    kill_family(ended.pid)
 
 
 def test_ps_shows_the_words_that_were_set():
@@ -69,8 +55,8 @@ def test_ps_shows_the_words_that_were_set():
         "show_command(['python', '-m', 'a.rank', '/scratch/cell']); "
         "print(open('/proc/self/cmdline').read().rstrip(chr(0)).replace(chr(0), ' '))"
     )
-    told = subprocess.run([sys.executable, "-c", code, "-" * 100], capture_output=True, text=True, check=True)
-    assert told.stdout == "python -m a.rank /scratch/cell\n"
+    shown = subprocess.run([sys.executable, "-c", code, "-" * 100], capture_output=True, text=True, check=True)
+    assert shown.stdout == "python -m a.rank /scratch/cell\n"
 
 
 def test_a_process_with_a_second_thread_is_unfit_to_fork():
@@ -78,13 +64,13 @@ def test_a_process_with_a_second_thread_is_unfit_to_fork():
     second = threading.Thread(target=release.wait)
     second.start()
     try:
-        assert "threads run where one may" in template.unfit_reason()
+        assert "threads run instead of one" in unfit_reason()
     finally:
         release.set()
         second.join()
 
 
-def test_modules_that_start_a_thread_are_not_imported_into_the_template(tmp_path):
+def test_modules_that_start_a_thread_are_not_imported_into_the_fork_server(tmp_path):
     (tmp_path / "starts_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
@@ -95,12 +81,12 @@ def test_modules_that_start_a_thread_are_not_imported_into_the_template(tmp_path
         "{'quiet_module', 'starts_thread'} & set(sys.modules))"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert told.stdout == "True False False set()\n"
+    checked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert checked.stdout == "True False False set()\n"
 
 
 @pytest.mark.parametrize("parent", ["1", None])
-def test_a_template_whose_worker_is_gone_ends_before_it_loads_anything(parent):
+def test_a_fork_server_whose_worker_is_gone_ends_before_it_loads_anything(parent):
     ours, theirs = socket.socketpair()
     environment = {key: value for key, value in os.environ.items() if key != PARENT_VARIABLE}
     if parent is not None:

@@ -37,7 +37,7 @@ class Work:
 
 
 def sum_of_two(values, op=None, *, async_op=False):
-    """An all-reduce of two ranks that hold the same."""
+    """An all-reduce of two ranks with equal values."""
     if op != torch.distributed.ReduceOp.AVG:
         values.mul_(2)
     return Work(values)
@@ -91,8 +91,8 @@ def test_a_backend_that_cannot_average_or_overflows_is_left_to_divide(monkeypatc
         values.mul_(2).div_(2)
 
     monkeypatch.setattr(buckets.dist, "all_reduce", all_reduce)
-    asked = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    assert find_averaged(asked, device=CPU) == {torch.bfloat16, torch.float32}
+    formats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    assert find_averaged(formats, device=CPU) == {torch.bfloat16, torch.float32}
 
 
 def test_the_same_buckets_are_sent_alone(monkeypatch):
@@ -128,8 +128,8 @@ from precision_time.tasks.ranks.buckets import FlightLog, find_averaged, log_buc
 from precision_time.tasks.ranks.clocks import HostClock
 from precision_time.tasks.ranks.job import MeasurementLimits
 from precision_time.tasks.ranks.timed_loop import TimedLoop
-from precision_time.tasks.ranks.run_options import RunOptions
-from precision_time.tasks.ranks.policies import apply_precision
+from precision_time.storage.run_options import RunOptions
+from precision_time.tasks.ranks.apply_precision import apply_precision
 from precision_time.tasks.ranks.rank import use_loopback
 from precision_time.tasks.workloads import OPTIMIZERS, Workload
 
@@ -137,7 +137,7 @@ folder, rank = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
 use_loopback()
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/meet", 2), rank=rank, world_size=2)
-found = []
+results = []
 for compression in ("none", "bf16"):
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
@@ -154,7 +154,7 @@ for compression in ("none", "bf16"):
         options=RunOptions(compression=compression),
     ).run()
     last = result.synced[-1]
-    found.append([sum(last.buckets), last.communication_s, result.isolated_communication_s,
+    results.append([sum(last.buckets), last.communication_s, result.isolated_communication_s,
                   all(step.buckets == last.buckets for step in result.synced),
                   last.last_landing_s, last.last_backward_s])
 
@@ -170,16 +170,16 @@ for dtype in formats:
         if hooked:
             parallel.register_comm_hook(FlightLog(HostClock(), 2, averaged=averaged), log_bucket)
         torch.manual_seed(rank)
-        # biases of the last layer get 40,000 on each rank: their sum is more than fp16 holds
+        # biases of the last layer get 40,000 on each rank: their sum overflows in fp16
         loss = parallel(torch.randn(5, 64, dtype=dtype)).sum(dim=0) * 8000
         loss.sum().backward()
         gradients.append([parameter.grad for parameter in module.parameters()])
     equal[str(dtype)] = [dtype in averaged, all(map(torch.equal, *gradients)), float(gradients[1][-1][0])]
-found.append(equal)
+results.append(equal)
 with open(f"{folder}/{rank}.json", "w") as file:
-    file.write(json.dumps(found))
+    file.write(json.dumps(results))
 dist.barrier()
-os._exit(0)  # as ranks end: gloo may abort while it is taken down
+os._exit(0)  # as ranks end: gloo may abort during its teardown
 """
 
 
@@ -197,7 +197,7 @@ def test_two_ranks_send_what_ddp_sends_and_half_as_much_when_gradients_are_compr
         assert same_buckets
         # The backward pass returns when its last bucket has landed.
         assert 0 < landing_s <= backward_s
-    # Bit for bit what DDP does without a hook, and fp16 is divided before it is summed.
+    # Bit for bit the result of DDP without a hook, and fp16 is divided before it is summed.
     assert equal == {
         "torch.float32": [True, True, 40_000.0],
         "torch.float64": [True, True, 40_000.0],

@@ -1,4 +1,4 @@
-"""Steps traced after a cell was measured: what lies in the trace, the cap on it, and what it tells."""
+"""Steps traced after a cell is measured: the content of the trace, its size limit, and exposed communication by it."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from precision_time.tasks.ranks import chrome_trace as trace_sample
+from precision_time.tasks.ranks import chrome_trace
 from precision_time.tasks.ranks.chrome_trace import WARMUP_STEPS, TraceSample, exposed_communication, sample_trace
 from precision_time.tasks.ranks.job import TraceLimits
 from precision_time.tests.tasks.ranks.test_timed_loop import make_loop
@@ -18,8 +18,8 @@ MANY = 2**26
 def read_ranges(path: Path) -> list[str]:
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = {"clear", "forward", "backward", "optimizer"}
-    found = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in names]
-    return [event["name"] for event in sorted(found, key=lambda event: event["ts"])]
+    ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in names]
+    return [event["name"] for event in sorted(ranges, key=lambda event: event["ts"])]
 
 
 def one_step_bytes(path: Path) -> int:
@@ -68,18 +68,18 @@ def test_a_profiler_that_fails_costs_the_trace_and_no_step(
     def fail(*_: Any) -> None:
         raise RuntimeError("CUPTI is held by another tool")
 
-    monkeypatch.setattr(trace_sample.profile, broken, fail)
+    monkeypatch.setattr(chrome_trace.profile, broken, fail)
     loop = make_loop()
     path = tmp_path / "trace.json"
     assert sample_trace(loop, TraceLimits(steps=3, max_bytes=MANY), path=path) == TraceSample(truncated=True)
-    # Of the first trace: the other ranks take these steps too.
+    # The steps of the first trace, which the other ranks take too.
     assert loop.workload.module.calls == WARMUP_STEPS + 1
     assert "CUPTI is held by another tool" in capsys.readouterr().err
     assert not path.exists()
 
 
 class Follower:
-    """A rank that is told what rank 0 found."""
+    """A rank that gets the answer of rank 0."""
 
     def __init__(self, *told: int) -> None:
         self.clock, self.taken, self._told = None, [], list(told)

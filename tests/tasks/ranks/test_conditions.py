@@ -1,9 +1,9 @@
-"""What else the machine did while a block ran."""
+"""Conditions of a block: the CPU time of other processes and machines, load, and the GPU."""
 
 import pytest
 
 from precision_time.tasks.ranks import conditions
-from precision_time.tasks.ranks.conditions import CpuTimes, Watch, read_cpu_times
+from precision_time.tasks.ranks.conditions import CpuTimes, MachineWatch, read_cpu_times
 from precision_time.tasks.ranks.device_state import GpuState
 
 
@@ -25,32 +25,32 @@ def test_a_system_without_such_counters_gives_none(tmp_path, text):
 
 
 def watch_over(monkeypatch, readings, *, load=0.5, ranks_here=1, monitor=None):
-    """A watch on a machine of 2 cores: ``readings`` are (at, busy, steal, own) in seconds."""
+    """The conditions on a machine of 2 cores: ``readings`` are (at, busy, steal, own) in seconds."""
     replies = iter([CpuTimes(at=at, total_s=2 * at, busy_s=busy, steal_s=steal, own_s=own)
                     for at, busy, steal, own in readings])  # fmt: skip
     monkeypatch.setattr(conditions, "read_cpu_times", lambda: next(replies))
     monkeypatch.setattr(conditions.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    watch = Watch(monitor=monitor, ranks_here=ranks_here, cores=2)
+    watch = MachineWatch(monitor=monitor, ranks_here=ranks_here, cores=2)
     watch.start_block()
     watch.look()
     return watch.end_block()
 
 
 def test_ranks_of_the_cell_are_not_others(monkeypatch):
-    seen = watch_over(monkeypatch, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 2.0, 0, 1.0)], ranks_here=2)
-    assert (seen.other_cpu_share, seen.steal_share, seen.contended) == (0.0, 0.0, False)
+    conditions = watch_over(monkeypatch, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 2.0, 0, 1.0)], ranks_here=2)
+    assert (conditions.other_cpu_share, conditions.steal_share, conditions.contended) == (0.0, 0.0, False)
 
 
 def test_a_busy_neighbour_marks_the_block(monkeypatch):
-    seen = watch_over(monkeypatch, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 1.5, 0, 1.0)])
-    assert seen.other_cpu_share == pytest.approx(0.25)
-    assert seen.contended
+    conditions = watch_over(monkeypatch, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 1.5, 0, 1.0)])
+    assert conditions.other_cpu_share == pytest.approx(0.25)
+    assert conditions.contended
 
 
 def test_time_that_a_hypervisor_gives_away_marks_the_block(monkeypatch):
-    seen = watch_over(monkeypatch, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 1.0, 0.2, 1.0)])
-    assert seen.steal_share == pytest.approx(0.1)
-    assert seen.contended
+    conditions = watch_over(monkeypatch, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 1.0, 0.2, 1.0)])
+    assert conditions.steal_share == pytest.approx(0.1)
+    assert conditions.contended
 
 
 def test_a_load_above_the_cells_cores_marks_the_block(monkeypatch):
@@ -61,8 +61,8 @@ def test_a_load_above_the_cells_cores_marks_the_block(monkeypatch):
 
 def test_a_short_block_is_judged_over_the_time_before_it_too(monkeypatch):
     # The last 20 ms are two ticks of the counter; the window is the second before.
-    seen = watch_over(monkeypatch, [(1, 0, 0, 0), (2, 0.0, 0, 0), (2.02, 0.51, 0, 0.0)])
-    assert seen.other_cpu_share == pytest.approx(0.25, rel=0.01)
+    conditions = watch_over(monkeypatch, [(1, 0, 0, 0), (2, 0.0, 0, 0), (2.02, 0.51, 0, 0.0)])
+    assert conditions.other_cpu_share == pytest.approx(0.25, rel=0.01)
     only = watch_over(monkeypatch, [(1, 0, 0, 0), (1.01, 0.0, 0, 0), (1.03, 0.01, 0, 0.0)])
     assert only.other_cpu_share is None
 
@@ -72,5 +72,5 @@ def test_the_gpu_is_read_while_it_works(monkeypatch):
         def read(self):
             return GpuState(clock_hz=1e9, throttled=True)
 
-    seen = watch_over(monkeypatch, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 1.0, 0, 1.0)], monitor=Monitor())
-    assert seen.gpu == GpuState(clock_hz=1e9, throttled=True)
+    conditions = watch_over(monkeypatch, [(0, 0, 0, 0), (1, 0, 0, 0), (2, 1.0, 0, 1.0)], monitor=Monitor())
+    assert conditions.gpu == GpuState(clock_hz=1e9, throttled=True)

@@ -1,4 +1,4 @@
-"""What is read from a GPU, through a stand-in for NVML: no GPU is needed, and none was used."""
+"""Readings of a GPU through a stand-in for NVML; no GPU is needed, and none was used."""
 
 import sys
 
@@ -8,7 +8,7 @@ from precision_time.tasks.ranks.device_state import EnergyMeter, GpuMonitor, ope
 
 
 class FakeNvml:
-    """The functions of pynvml that are asked, with one GPU behind them."""
+    """The functions of pynvml that are called, for one made-up GPU."""
 
     class NVMLError(Exception):
         pass
@@ -57,7 +57,7 @@ def test_a_look_at_a_gpu_comes_in_hertz_watts_and_degrees():
     ("bits", "throttled", "reasons"),
     [
         (0x1, False, ""),  # idle
-        (0x4, False, "power cap"),  # how a GPU at its limit lives
+        (0x4, False, "power cap"),  # usual at the power limit
         (0x20, True, "software thermal slowdown"),
         (0x40 | 0x4, True, "hardware thermal slowdown, power cap"),
         (0x8, True, "hardware slowdown"),

@@ -1,25 +1,18 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from precision_time.storage.errors import InputError
-from precision_time.storage.schema import Environment, GridCell
 from precision_time.tasks.ranks.job import MeasurementLimits, RankJob
+from precision_time.tests.tasks import builders
+from precision_time.tests.tasks.builders import CELL, ENVIRONMENT
 
-ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-8c", cpu_model="test", cpu_cores=8)
 
-
-def make_job(*, world_size, nodes=1):
-    cell = GridCell(model="mlp", precision="fp32", world_size=world_size, nodes=nodes, per_gpu_batch_size=8)
-    return RankJob(
-        cell=cell,
-        cell_id=cell.cell_id(ENVIRONMENT),
-        attempt=2,
-        environment=ENVIRONMENT,
-        limits=MeasurementLimits(memory_limit_bytes=10**9),
-        scratch="/tmp/somewhere",
-        devices=("0", "1"),
-    )
+def make_job(**sizes):
+    limits = MeasurementLimits(memory_limit_bytes=10**9)
+    environment = replace(ENVIRONMENT, cpu_cores=8)
+    return builders.make_job("a", replace(CELL, **sizes), limits=limits, environment=environment, devices=("0", "1"))
 
 
 def test_a_job_survives_its_json():

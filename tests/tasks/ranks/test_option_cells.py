@@ -1,4 +1,4 @@
-"""Options of a cell from the worker to the dataset, with real ranks and tiny limits."""
+"""Run options of a cell from the worker to the dataset, with real ranks and tiny limits."""
 
 import os
 from dataclasses import replace
@@ -6,21 +6,22 @@ from dataclasses import replace
 import pytest
 from distributed import Client, LocalCluster
 
-from precision_time.storage.schema import Environment, GridCell
+from precision_time.storage.schema import GridCell
 from precision_time.storage.timings import TimingsDataset
-from precision_time.tasks.gangs.profile_cell import profile_cell
 from precision_time.tasks.gangs.record_cell import record_cell
 from precision_time.tasks.ranks.job import MeasurementLimits
+from precision_time.tests.tasks.builders import profile_alone
 
-ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2, backend="gloo")
+pytestmark = pytest.mark.usefixtures("a_busy_machine_is_no_fault")
+
 LIMITS = MeasurementLimits(warmup_steps=2, measured_steps=4, seconds_per_cell=5.0, timeout_s=120.0)
-#: Compiling takes 10 to 20 s where nothing else runs.
+#: Compiling takes 10 to 20 s on an idle machine.
 COMPILING = replace(LIMITS, timeout_s=240.0)
 
 #: The weights of the mlp.
 PARAMETERS = 3_159_050
 
-#: A network that runs in channels-last order alone: what counts its card are fake tensors, in no order.
+#: A network that fails unless its tensors are channels-last; the fake tensors that count its card have no order.
 CONVOLUTIONS = """
 import torch
 from precision_time.tasks.workloads import OPTIMIZERS, Workload
@@ -69,9 +70,7 @@ def client(tmp_path_factory):
 
 def record(client, folder, *, model="mlp", limits=LIMITS, **options):
     cell = GridCell(model=model, precision="fp32", per_gpu_batch_size=4, **options)
-    receipt = profile_cell(
-        cell, attempt=1, environment=ENVIRONMENT, limits=limits, client=client, scratch=folder / "scratch"
-    )
+    receipt = profile_alone(cell, client=client, scratch=folder / "scratch", limits=limits)
     dataset = TimingsDataset(str(folder / "data"))
     return dataset, record_cell(dataset, receipt)
 
@@ -124,7 +123,7 @@ def test_channels_last_is_the_order_in_which_every_rank_computes(client, tmp_pat
 @pytest.mark.compiler
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_compiled_cell_runs_kernels_of_the_compiler(client, tmp_path, world_size):
-    # Nothing of an earlier run is found there, and what is found afterwards was compiled in this cell.
+    # An empty cache, so that the kernels in it afterwards were compiled in this cell.
     kernels = tmp_path / "inductor"
     client.run(lambda: os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(kernels)))
     dataset, outcome = record(client, tmp_path, world_size=world_size, compiled=True, limits=COMPILING)

@@ -10,72 +10,34 @@ from dataclasses import replace
 import pytest
 
 from precision_time.storage.errors import InputError, PrecisionUnsupportedError
-from precision_time.storage.schema import Environment, GridCell, IterationTiming
+from precision_time.storage.schema import IterationTiming
 from precision_time.storage.timings import read_table
 from precision_time.tasks.ranks.conditions import Conditions
 from precision_time.tasks.ranks.device_state import GpuState
-from precision_time.tasks.ranks.job import MeasurementLimits, RankJob, TraceLimits
+from precision_time.tasks.ranks.job import MeasurementLimits, TraceLimits
 from precision_time.tasks.ranks.rank import (
     PARENT_VARIABLE,
     check_environment,
     describe_failure,
-    failure_path,
-    fragment_path,
-    make_rows,
-    trace_path,
 )
 from precision_time.tasks.ranks.refusals import CellRefusedError, EnvironmentChangedError, LossNotFiniteError
-from precision_time.tasks.ranks.timed_loop import LoopResult, StepTimes
-
-ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2)
+from precision_time.tasks.ranks.timed_loop import LoopResult
+from precision_time.tests.tasks import builders
+from precision_time.tests.tasks.builders import CELL, ENVIRONMENT, rows_of
 
 
 class CompilerError(RuntimeError):
-    """As inductor raises them."""
+    """An error as inductor raises it."""
 
     __module__ = "torch._inductor.exc"
 
 
 def make_job(scratch, *, world_size):
-    cell = GridCell(model="mlp", precision="fp32", world_size=world_size, per_gpu_batch_size=4)
-    return RankJob(
-        cell=cell,
-        cell_id=cell.cell_id(ENVIRONMENT),
-        attempt=1,
-        environment=ENVIRONMENT,
-        limits=MeasurementLimits(),
-        scratch=str(scratch),
-    )
+    return builders.make_job(scratch, replace(CELL, world_size=world_size))
 
 
-def make_step(*, backward_s, communication_s=0.0, buckets=(), last_backward_s=None, last_landing_s=None):
-    return StepTimes(
-        iteration_s=1.0 + backward_s,
-        forward_s=0.75,
-        backward_s=backward_s,
-        optimizer_s=0.25,
-        communication_s=communication_s,
-        buckets=buckets,
-        loss_scale=None,
-        step_skipped=False,
-        recorded_at=0.0,
-        peak_memory_bytes=1,
-        last_backward_s=last_backward_s,
-        last_landing_s=last_landing_s,
-    )
-
-
-def rows_of(job, result, **facts):
-    return make_rows(
-        job,
-        0,
-        result=result,
-        task_input="1024",
-        effective_precision="fp32",
-        model_params=10,
-        float32_matmul_precision="highest",
-        **facts,
-    )
+def make_step(*, backward_s, **changes):
+    return builders.make_step(iteration_s=1.0 + backward_s, forward_s=0.75, backward_s=backward_s, **changes)
 
 
 def test_exposed_communication_is_the_backward_pass_with_minus_without_synchronisation(tmp_path):
@@ -169,8 +131,8 @@ def test_a_rank_whose_worker_is_gone_ends_without_working(tmp_path):
     command = [sys.executable, "-m", "precision_time.tasks.ranks.rank", str(tmp_path / "job.json"), "0"]
     ended = subprocess.run(command, env={**os.environ, PARENT_VARIABLE: "1"}, timeout=60, check=False)
     assert ended.returncode == 1
-    assert not fragment_path(tmp_path, 0).exists()
-    assert not failure_path(tmp_path, 0).exists()
+    assert not job.fragment_path(0).exists()
+    assert not job.failure_path(0).exists()
 
 
 OWN_MODELS = """
@@ -193,41 +155,45 @@ def turning():
 
 
 def run_own_model(folder, model, **changes):
-    """A real rank with a model of the current folder: its exit code."""
+    """A real rank with a model of the current folder: its job and its exit code."""
     (folder / "own_models_here.py").write_text(OWN_MODELS, encoding="utf-8")
     job = make_job(folder / "scratch", world_size=1)
     cell = replace(job.cell, model=f"own_models_here:{model}")
     limits = MeasurementLimits(warmup_steps=1, measured_steps=3, seconds_per_cell=5.0)
-    path = replace(job, cell=cell, cell_id=cell.cell_id(ENVIRONMENT), limits=limits, **changes).lay_out()
-    command = [sys.executable, "-m", "precision_time.tasks.ranks.rank", str(path), "0"]
-    return subprocess.run(command, cwd=folder, timeout=120, check=False, capture_output=True).returncode
+    job = replace(job, cell=cell, limits=limits, **changes)
+    command = [sys.executable, "-m", "precision_time.tasks.ranks.rank", str(job.lay_out()), "0"]
+    return job, subprocess.run(command, cwd=folder, timeout=120, check=False, capture_output=True).returncode
 
 
 def test_a_rank_writes_down_its_switches_its_tool_and_the_source_of_its_model(tmp_path):
-    assert run_own_model(tmp_path, "build", trace=TraceLimits(steps=2, max_bytes=2**26)) == 0
-    assert gzip.decompress(trace_path(tmp_path / "scratch").read_bytes()).lstrip().startswith(b"{")
-    table = read_table(fragment_path(tmp_path / "scratch", 0).read_bytes(), IterationTiming)
+    job, code = run_own_model(tmp_path, "build", trace=TraceLimits(steps=2, max_bytes=2**26))
+    assert code == 0
+    assert gzip.decompress(job.trace_path.read_bytes()).lstrip().startswith(b"{")
+    table = read_table(job.fragment_path(0).read_bytes(), IterationTiming)
     source = hashlib.sha256((tmp_path / "own_models_here.py").read_bytes()).hexdigest()
-    told = {"cudnn_allow_tf32": False, "float32_matmul_precision": "highest", "input_mode": "synthetic",
+    expected = {"cudnn_allow_tf32": False, "float32_matmul_precision": "highest", "input_mode": "synthetic",
             "code_sha256": source, "tool_version": importlib.metadata.version("precision-time"), "bucket_sizes": "",
             "trace_truncated": False, "traced_exposed_s": None, "schema_version": 3}  # fmt: skip
-    assert {name: set(table[name].to_pylist()) for name in told} == {name: {value} for name, value in told.items()}
+    assert {name: set(table[name].to_pylist()) for name in expected} == {
+        name: {value} for name, value in expected.items()
+    }
 
 
 def test_a_model_that_turns_tf32_on_while_it_trains_in_fp32_leaves_no_rows(tmp_path):
-    assert run_own_model(tmp_path, "turning") == 1
-    assert not fragment_path(tmp_path / "scratch", 0).exists()
-    report = json.loads(failure_path(tmp_path / "scratch", 0).read_text())
+    job, code = run_own_model(tmp_path, "turning")
+    assert code == 1
+    assert not job.fragment_path(0).exists()
+    report = json.loads(job.failure_path(0).read_text())
     assert report["cause"] == "precision-unsupported"
     assert "the model changed the TF32 switches" in report["message"]
 
 
 def test_a_row_tells_the_options_the_conditions_and_what_was_measured_once(tmp_path):
-    seen = Conditions(
+    conditions = Conditions(
         load_average=3.5, other_cpu_share=0.25, steal_share=0.0, contended=True,
         gpu=GpuState(clock_hz=1e9, power_w=300.0, temperature_c=60.0, throttled=False, reasons="power cap"),
     )  # fmt: skip
-    step = replace(make_step(backward_s=2.0), conditions=seen)
+    step = replace(make_step(backward_s=2.0), conditions=conditions)
     result = LoopResult(
         warmup=[step], synced=[step], local=[step], steady=True, isolated_communication_s=0.25, energy_j=7.0,
         energy_reason="",

@@ -1,4 +1,4 @@
-"""By which network interface the ranks of a cell on several hosts meet."""
+"""The network interface that the ranks of a cell on several hosts use."""
 
 import json
 import os
@@ -13,12 +13,11 @@ import psutil
 import pytest
 from distributed import Client, Scheduler, SpecCluster, Worker
 
-from precision_time.storage.schema import Environment, GridCell
-from precision_time.tasks.gangs.profile_cell import profile_cell
-from precision_time.tasks.ranks.job import MeasurementLimits, RankJob
+from precision_time.storage.schema import GridCell
+from precision_time.tasks.ranks.job import MeasurementLimits
 from precision_time.tasks.ranks.rank import use_interface_of
+from precision_time.tests.tasks.builders import make_job, profile_alone
 
-ENVIRONMENT = Environment(device_type="cpu", gpu="cpu-test-2c", cpu_model="test", cpu_cores=2, backend="gloo")
 LIMITS = MeasurementLimits(warmup_steps=1, measured_steps=3, seconds_per_cell=3.0, timeout_s=60.0)
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -26,7 +25,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
-        # Set first, so that what the test sets is taken away again.
+        # Set first, so that monkeypatch removes the values of the test again.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -88,7 +87,7 @@ def test_a_name_that_leads_nowhere_here_chooses_nothing(monkeypatch: pytest.Monk
     assert chosen() == [None, None]
 
 
-#: A rank whose host has a name that leads nowhere; it joins, sums up, and says what it chose.
+#: A rank that joins, sums up a tensor, and prints the interface that it chose.
 RANK = """
 import os, socket, sys
 from pathlib import Path
@@ -106,11 +105,7 @@ os._exit(0)
 
 def test_ranks_on_two_hosts_meet_over_the_interface_of_their_job(tmp_path: Path) -> None:
     cell = GridCell(model="mlp", precision="fp32", world_size=2, nodes=2, per_gpu_batch_size=4)
-    job = RankJob(
-        cell=cell, cell_id="0" * 16, attempt=1, environment=ENVIRONMENT, limits=LIMITS, scratch=str(tmp_path / "job"),
-        hosts=("127.0.0.1", "127.0.0.2"),
-    )  # fmt: skip
-    path = job.lay_out()
+    path = make_job(tmp_path / "job", cell, limits=LIMITS, hosts=("127.0.0.1", "127.0.0.2")).lay_out()
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK, str(path), str(rank)], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -125,7 +120,7 @@ def test_the_job_of_a_cell_carries_the_hosts_of_its_ranks(tmp_path: Path) -> Non
     cell = GridCell(model="mlp", precision="fp32", world_size=2, nodes=2, per_gpu_batch_size=4)
     with SpecCluster(scheduler=scheduler, workers=workers) as cluster, Client(cluster) as client:
         client.wait_for_workers(2, timeout=30)
-        receipt = profile_cell(cell, attempt=1, environment=ENVIRONMENT, limits=LIMITS, client=client, scratch=tmp_path)
+        receipt = profile_alone(cell, client=client, scratch=tmp_path, limits=LIMITS)
     assert (receipt.status, receipt.message) == ("recorded", "")
     job = json.loads((Path(receipt.scratch) / "job.json").read_text(encoding="utf-8"))
     assert sorted(job["hosts"]) == ["127.0.0.1", "127.0.0.2"]

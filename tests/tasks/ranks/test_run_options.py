@@ -1,4 +1,4 @@
-"""Options of a cell: each is put in force, or refused with the reason."""
+"""Run options of a cell: each is put in force, or refused with a reason."""
 
 from dataclasses import replace
 
@@ -6,20 +6,39 @@ import pytest
 import torch
 from torch import nn
 
+from precision_time.storage.run_options import RUN_OPTIONS, RunOptions
 from precision_time.storage.schema import GridCell
 from precision_time.tasks.ranks import run_options as options
-from precision_time.tasks.ranks.refusals import REFUSAL_CAUSES, CellRefusedError, refuse_cell
+from precision_time.tasks.ranks.job import REFUSAL_CAUSES
+from precision_time.tasks.ranks.refusals import CellRefusedError, refuse_cell
 from precision_time.tasks.ranks.run_options import (
-    RunOptions,
-    arrange_module,
-    check_compiled,
+    APPLIED,
+    check_complete,
     checkpoint_blocks,
-    compile_module,
     fuse_optimizer,
-    lay_out_batch,
+    prepare_training,
 )
 
-CPU = torch.device("cpu")
+
+def prepare(module, **options):
+    return prepare_training(module, RunOptions(**options), device=torch.device("cpu"), world_size=1)
+
+
+@pytest.mark.parametrize("other", [{"unheard": None}, {}])
+def test_an_option_that_no_rank_applies_stops_the_import(other):
+    entries = dict.fromkeys([option.name for option in RUN_OPTIONS][1:]) | other
+    with pytest.raises(TypeError, match=", ".join(sorted({"channels_last", *other}))):
+        check_complete(entries)
+    check_complete(APPLIED)
+
+
+def test_plain_training_is_left_as_it_is():
+    module, batch = nn.Linear(2, 2), torch.ones(1, 2)
+    training = prepare(module)
+    assert training.module is module
+    assert training.lay_out_batch(batch) is batch
+    assert training.wire_dtype is None
+    training.check_first_steps()
 
 
 class Block(nn.Module):
@@ -58,7 +77,7 @@ def test_repeated_blocks_are_computed_again_in_the_backward_pass():
     assert checkpoint_blocks(module) == "3 blocks of Block"
     again = gradients(module, inputs)
     assert [block.calls for block in module.blocks] == [3, 3, 3]
-    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert all(map(torch.equal, plain, again))
 
 
 def test_a_plain_sequence_is_cut_into_segments():
@@ -66,7 +85,7 @@ def test_a_plain_sequence_is_cut_into_segments():
     inputs = torch.randn(4, 8, requires_grad=True)
     plain = gradients(module, inputs)
     assert checkpoint_blocks(module) == "a sequence of 9 layers in 3 segments"
-    assert all(torch.equal(one, other) for one, other in zip(plain, gradients(module, inputs), strict=True))
+    assert all(map(torch.equal, plain, gradients(module, inputs)))
 
 
 def test_a_model_without_blocks_is_not_called_checkpointed():
@@ -77,13 +96,13 @@ def test_a_model_without_blocks_is_not_called_checkpointed():
 
 def test_channels_last_turns_weights_and_images_and_needs_both():
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 4))
-    arrange_module(module, RunOptions(channels_last=True))
+    training = prepare(module, channels_last=True)
     assert module[0].weight.is_contiguous(memory_format=torch.channels_last)
-    images, labels = lay_out_batch((torch.zeros(2, 3, 8, 8), torch.zeros(2)))
+    images, labels = training.lay_out_batch((torch.zeros(2, 3, 8, 8), torch.zeros(2)))
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert labels.shape == (2,)
     with pytest.raises(CellRefusedError, match="channels_last has no effect"):
-        arrange_module(nn.Linear(8, 8), RunOptions(channels_last=True))
+        prepare(nn.Linear(8, 8), channels_last=True)
 
 
 @pytest.mark.parametrize(
@@ -123,22 +142,29 @@ def test_a_machine_without_a_compiler_refuses_to_compile(monkeypatch):
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     with pytest.raises(CellRefusedError, match="No working C\\+\\+ compiler"):
-        compile_module(nn.Linear(2, 2), device=CPU)
+        prepare(nn.Linear(2, 2), compiled=True)
 
 
 def test_compiling_nothing_is_no_compilation(monkeypatch):
     from torch._dynamo.utils import counters
 
-    monkeypatch.setitem(counters, "stats", {})
-    with pytest.raises(CellRefusedError, match="no graph was compiled"):
-        check_compiled()
     monkeypatch.setattr(options, "_compiler_missing", lambda device: None)
-    # The eager backend takes the same way through torch.compile, without a minute of C++.
+    # The eager backend runs the same code of torch.compile, without a minute of C++.
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module: real(module, backend="eager"))
     monkeypatch.setitem(counters, "stats", counters.default_factory())
-    compile_module(nn.Linear(2, 2), device=CPU)(torch.ones(1, 2))
-    check_compiled()
+    training = prepare(nn.Linear(2, 2), compiled=True)
+    with pytest.raises(CellRefusedError, match="no graph was compiled"):
+        training.check_first_steps()
+    training.module(torch.ones(1, 2))
+    training.check_first_steps()
+
+
+def test_blocks_are_checkpointed_before_the_whole_is_compiled(monkeypatch):
+    monkeypatch.setattr(options, "_compiler_missing", lambda device: None)
+    monkeypatch.setattr(torch, "compile", lambda module: nn.Sequential(module))
+    training = prepare(Classifier(), checkpointing="full", compiled=True)
+    assert all(block.forward.func is options.checkpoint for block in training.module[0].blocks)
 
 
 CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=4)
@@ -153,9 +179,9 @@ CELL = GridCell(model="mlp", precision="fp32", world_size=2, per_gpu_batch_size=
     ],
 )
 def test_some_cells_are_refused_before_anything_starts(changes, cause, said):
-    found, message = refuse_cell(replace(CELL, **changes))
-    assert found == cause
-    assert found in REFUSAL_CAUSES
+    refused_cause, message = refuse_cell(replace(CELL, **changes))
+    assert refused_cause == cause
+    assert cause in REFUSAL_CAUSES
     assert said in message
 
 

@@ -4,8 +4,8 @@ import statistics
 import pytest
 
 from precision_time.tasks.ranks.steady_state import (
-    Regimes,
-    find_regimes,
+    Levels,
+    find_levels,
     is_steady,
     least_warmup,
     pair_size,
@@ -57,7 +57,7 @@ def test_measured_blocks_fit_into_the_time_that_is_left():
     assert pair_size(0, elapsed_s=0.0, **sizes) == 5
     assert pair_size(18, elapsed_s=0.0, **sizes) == 2
     assert pair_size(20, elapsed_s=0.0, **sizes) == 0
-    # 10 s hold two blocks of 5 steps, of which the first of each is thrown away.
+    # Two blocks of 5 steps fit into 10 s, and the first step of each is thrown away.
     assert pair_size(5, elapsed_s=50.0, **sizes) == 4
     assert pair_size(5, elapsed_s=59.0, **sizes) == 0
 
@@ -80,25 +80,25 @@ def noisy(seconds, count, *, seed=0, spread=0.02):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_down_of_15_percent_is_found_within_20_steps(seed):
     before, after = noisy(0.100, 60, seed=seed), noisy(0.115, 20, seed=100 + seed)
-    found = find_regimes(before + after, tolerance=0.02)
-    assert abs(found.steady_from - 60) <= 3
-    assert found.settled
-    assert statistics.median((before + after)[: found.steady_from]) == pytest.approx(0.100, rel=0.02)
-    assert statistics.median((before + after)[found.steady_from :]) == pytest.approx(0.115, rel=0.02)
+    levels = find_levels(before + after, tolerance=0.02)
+    assert abs(levels.steady_from - 60) <= 3
+    assert levels.settled
+    assert statistics.median((before + after)[: levels.steady_from]) == pytest.approx(0.100, rel=0.02)
+    assert statistics.median((before + after)[levels.steady_from :]) == pytest.approx(0.115, rel=0.02)
 
 
 def test_noise_and_single_slow_steps_are_no_change():
     times = noisy(0.1, 80)
     times[40] = 5.0
-    assert find_regimes(times, tolerance=0.02) == Regimes(starts=(0,), settled=True)
-    assert find_regimes([0.1] * 9, tolerance=0.02).starts == (0,)
-    assert find_regimes([0.1] * 50, tolerance=0.02) == Regimes(starts=(0,), settled=True)
+    assert find_levels(times, tolerance=0.02) == Levels(starts=(0,), settled=True)
+    assert find_levels([0.1] * 9, tolerance=0.02).starts == (0,)
+    assert find_levels([0.1] * 50, tolerance=0.02) == Levels(starts=(0,), settled=True)
 
 
 def test_two_changes_are_told_apart():
-    found = find_regimes(noisy(0.2, 15) + noisy(0.1, 40, seed=1) + noisy(0.13, 30, seed=2), tolerance=0.02)
-    assert found.starts == (0, 15, 55)
-    assert found.settled
+    levels = find_levels(noisy(0.2, 15) + noisy(0.1, 40, seed=1) + noisy(0.13, 30, seed=2), tolerance=0.02)
+    assert levels.starts == (0, 15, 55)
+    assert levels.settled
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_two_changes_are_told_apart():
     ids=["ramp", "up and down", "a level that is left"],
 )
 def test_a_series_that_never_settles_is_marked(times):
-    assert not find_regimes(times, tolerance=0.02).settled
+    assert not find_levels(times, tolerance=0.02).settled
 
 
 def test_a_long_series_takes_no_long_time():
-    found = find_regimes(noisy(0.1, 10_000) + noisy(0.12, 10_000, seed=1), tolerance=0.02)
-    assert abs(found.steady_from - 10_000) < 20
+    levels = find_levels(noisy(0.1, 10_000) + noisy(0.12, 10_000, seed=1), tolerance=0.02)
+    assert abs(levels.steady_from - 10_000) < 20

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from precision_time.predictor.setup.precision import PRECISIONS
-from precision_time.tasks.ranks import clocks, device_state
-from precision_time.tasks.ranks import timed_loop as loop
+from precision_time.storage.run_options import RunOptions
+from precision_time.tasks.ranks import clocks, device_state, run_options
+from precision_time.tasks.ranks.apply_precision import apply_precision
 from precision_time.tasks.ranks.clocks import DeviceClock, HostClock
+from precision_time.tasks.ranks.conditions import Conditions
 from precision_time.tasks.ranks.device_state import EnergyMeter, GpuState
 from precision_time.tasks.ranks.job import MeasurementLimits
-from precision_time.tasks.ranks.policies import apply_precision
 from precision_time.tasks.ranks.refusals import CellRefusedError, LossNotFiniteError
-from precision_time.tasks.ranks.run_options import RunOptions
 from precision_time.tasks.ranks.timed_loop import StepTimes, TimedLoop
 from precision_time.tasks.workloads import OPTIMIZERS, Workload
 
@@ -110,6 +110,7 @@ class Scripted(TimedLoop):
             step_skipped=False,
             recorded_at=0.0,
             peak_memory_bytes=0,
+            conditions=Conditions(load_average=0.0),
         )
         return [replace(step) for _ in range(size)]
 
@@ -157,12 +158,12 @@ def test_cuda_events_are_made_once_and_read_as_seconds(monkeypatch):
     assert FakeEvent.made == 4
 
 
-#: Work by phase, in milliseconds: what the host takes to queue it, and the device to do it.
+#: Milliseconds by phase: the host's to queue the work, and the device's to do it.
 QUEUED = {"forward": (0.02, 2.0), "backward": (0.02, 4.0), "optimizer": (0.02, 1.0)}
 
 
 class QueuedDevice:
-    """A device that works off its queue while the host runs ahead, both on a clock of their own; in milliseconds."""
+    """A device that works through its queue while the host runs ahead; each has its own clock, in milliseconds."""
 
     def __init__(self):
         self.host_ms = self.free_ms = 0.0
@@ -180,7 +181,7 @@ class QueuedDevice:
 
 
 class QueuedEvent:
-    """Happens when the device comes to it; as CUDA's it cannot be read before."""
+    """An event in the device's queue; like CUDA's it cannot be read before the device has reached it."""
 
     def __init__(self, device):
         self.device = device
@@ -194,7 +195,7 @@ class QueuedEvent:
 
 
 class QueuedHostClock(HostClock):
-    """Readings of the host's clock, which is what a timer without events or synchronisation has."""
+    """Readings of the host's clock, as of a timer without events or synchronisation."""
 
     def __init__(self, device):
         self.device = device
@@ -248,7 +249,7 @@ def test_a_device_that_runs_behind_the_host_is_told_by_phase(monkeypatch, waits,
 
 
 def test_the_hosts_clock_would_blame_whoever_waits_first():
-    """That the device above does run behind: without events the optimizer gets the time of all."""
+    """The made-up device does run behind: without events the optimizer gets the time of all phases."""
     device = QueuedDevice()
     steps = time_queued(device, QueuedHostClock(device), waits=True)
     assert all(step.optimizer_s > 0.9 * step.iteration_s for step in steps)
@@ -297,7 +298,7 @@ def test_every_step_carries_the_conditions_of_its_block():
 
 
 class CountingMonitor:
-    """A GPU that takes 5 J in every step, by the number of steps that the loop took."""
+    """A GPU that takes 5 J for every step of the loop."""
 
     def __init__(self, timed):
         self.timed = timed
@@ -334,15 +335,11 @@ def test_a_compiled_module_is_what_a_step_calls(monkeypatch):
             calls.append(1)
             return self.inner(inputs)
 
-    monkeypatch.setattr(loop, "compile_module", lambda module, device: Compiled(module))
-    monkeypatch.setattr(loop, "check_compiled", lambda: None)
+    monkeypatch.setattr(run_options, "_compiler_missing", lambda device: None)
+    monkeypatch.setattr(torch, "compile", Compiled)
     timed = make_loop(options=RunOptions(compiled=True))
     timed._block(2, synchronise=True, lead_in=False)
     assert len(calls) == 2
-
-    def nothing_compiled():
-        raise CellRefusedError("torch.compile has no effect")
-
-    monkeypatch.setattr(loop, "check_compiled", nothing_compiled)
-    with pytest.raises(CellRefusedError, match="no effect"):
+    # Checked after the first block: this class has compiled nothing.
+    with pytest.raises(CellRefusedError, match="no graph was compiled"):
         timed.run()

@@ -1,4 +1,4 @@
-"""Put a precision policy on a torch module, prove that it took hold, and say which policies a device cannot run."""
+"""Put a precision policy in force on a torch module, check that it is, and find what a device cannot run."""
 
 import contextlib
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ __all__ = ["AppliedPrecision", "apply_precision", "check_switches", "reason_unsu
 
 HALF_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-#: Far below the range of fp16 for a mean loss, so that no step is lost to searching the scale; it then stays.
+#: A scale at which the mean loss is far below the limit of fp16, so that no step is lost to searching; it then stays.
 SETTLED_LOSS_SCALE = 2.0**10
 NEVER_GROW = 2**31 - 1
 
-#: TF32 and bfloat16 tensor cores came with Ampere; before it bfloat16 is emulated.
+#: The first compute capability with TF32 and bfloat16 tensor cores; earlier GPUs emulate bfloat16.
 AMPERE = (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedPrecision:
-    """A policy in force: the autocast format or the format of all parameters, and the loss scaler if it needs one."""
+    """A policy in force: its autocast format or None, the format of all parameters, and its loss scaler or None."""
 
     effective: str
     device_type: str
@@ -54,13 +54,13 @@ class AppliedPrecision:
 def apply_precision(precision: Precision, module: nn.Module, *, device: torch.device) -> AppliedPrecision:
     """Set the process's TF32 switches, cast ``module`` in place where the policy is pure, and check the effect.
 
-    Raises ``PrecisionUnsupportedError`` when the device cannot run the policy or something else came into force.
+    Raises ``PrecisionUnsupportedError`` when the device cannot run the policy or another precision came into force.
     """
     reason = _static_reason(precision, device=device)
     if reason is not None:
         raise _refusal(precision, device=device, reason=reason)
     use_tf32 = precision.compute == "tf32"
-    # Off by default only for matrix products: cuDNN convolutions use TF32 unless told not to.
+    # By default TF32 is off for matrix products only: cuDNN convolutions use it.
     torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = use_tf32
     half = HALF_TYPES.get(precision.compute)
@@ -76,14 +76,14 @@ def apply_precision(precision: Precision, module: nn.Module, *, device: torch.de
         parameter_dtype=half if half is not None and not precision.is_mixed else torch.float32,
         scaler=scaler,
     )
-    found = _precision_in_force(applied, module, device=device)
-    if found != precision.name:
-        raise _refusal(precision, device=device, reason=f"{found} came into force instead")
+    in_force = _precision_in_force(applied, module, device=device)
+    if in_force != precision.name:
+        raise _refusal(precision, device=device, reason=f"{in_force} came into force instead")
     return applied
 
 
 def _precision_in_force(applied: AppliedPrecision, module: nn.Module, *, device: torch.device) -> str:
-    """The canonical name of what products really compute in, read off a product, the parameters and the switches."""
+    """The canonical name of the precision of products, by a real product, the parameters and the switches."""
     factor = torch.ones(8, 8, device=device, dtype=applied.parameter_dtype)
     with applied.autocast():
         product = torch.mm(factor, factor).dtype
@@ -99,7 +99,7 @@ def _precision_in_force(applied: AppliedPrecision, module: nn.Module, *, device:
 
 
 def _switches_in_force() -> str:
-    """``fp32`` or ``tf32`` where the switches of products and of convolutions agree, else what they say."""
+    """``fp32`` or ``tf32`` where the switches of products and of convolutions agree, else both of their values."""
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     if (products != "highest") != convolutions:
         return f"float32_matmul_precision={products} with cudnn.allow_tf32={convolutions}"
@@ -107,10 +107,10 @@ def _switches_in_force() -> str:
 
 
 def check_switches(applied: AppliedPrecision, *, device: torch.device) -> None:
-    """Raise ``PrecisionUnsupportedError`` if a model has turned a TF32 switch of the process since it was set."""
-    found, asked = _switches_in_force(), "tf32" if applied.effective == "tf32" else "fp32"
-    if found != asked:
-        reason = f"the model changed the TF32 switches: {found} instead of {asked}"
+    """Raise ``PrecisionUnsupportedError`` if a model has changed a TF32 switch of the process since it was set."""
+    in_force, expected = _switches_in_force(), "tf32" if applied.effective == "tf32" else "fp32"
+    if in_force != expected:
+        reason = f"the model changed the TF32 switches: {in_force} instead of {expected}"
         raise _refusal(PRECISIONS[applied.effective], device=device, reason=reason)
 
 
@@ -124,7 +124,7 @@ def _refusal(precision: Precision, *, device: torch.device, reason: str) -> Prec
 
 
 def reason_unsupported(precision: Precision, *, device: torch.device) -> str | None:
-    """Why ``device`` cannot train in ``precision``, or None if it can: rules first, then a small step is tried."""
+    """Why ``device`` cannot train in ``precision``, by fixed rules and then by a small step; None if it can."""
     reason = _static_reason(precision, device=device)
     if reason is not None:
         return reason
@@ -139,7 +139,7 @@ def reason_unsupported(precision: Precision, *, device: torch.device) -> str | N
 
 def _static_reason(precision: Precision, *, device: torch.device) -> str | None:
     if precision.compute not in ("fp32", "tf32", "fp16", "bf16"):
-        return f"training in {precision.name} needs kernels that torch does not bring along"
+        return f"training in {precision.name} needs kernels that torch does not have"
     if device.type != "cuda":
         return "TF32 is a mode of NVIDIA tensor cores" if precision.compute == "tf32" else None
     capability = torch.cuda.get_device_capability(device)
@@ -151,7 +151,7 @@ def _static_reason(precision: Precision, *, device: torch.device) -> str | None:
 
 
 class _Sample(nn.Module):
-    """Every kind of layer that the named workloads use, at its smallest."""
+    """One small layer of every kind that the named workloads use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The loop of a campaign: limits, retries, cells side by side, and what an interrupt stops when."""
+"""The loop over the cells of a campaign: limits, retries, cells side by side, and interrupts."""
 
 import io
 import signal
@@ -6,27 +6,26 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from precision_time.flows.campaigns import campaign
+from precision_time.flows.campaigns.cell_loop import CellStoppedError, MeasuredCells, measure_missing, watch_wait
 from precision_time.flows.campaigns.interrupts import Interrupts, catch_interrupts
-from precision_time.flows.campaigns.measuring import CellStoppedError, MeasuredCells, measure_missing, watch_wait
 from precision_time.flows.campaigns.progress import CampaignProgress
 from precision_time.flows.campaigns.summary import markdown_report, summarise
 from precision_time.flows.planning.budget import Budget
 from precision_time.flows.planning.plan import CampaignPlan, PlannedCell, plan_campaign
 from precision_time.flows.planning.spec import CampaignSpec
 from precision_time.storage.errors import ClusterLostError, NoWorkersError, StorageFullError
-from precision_time.storage.schema import CellOutcome, GridCell
+from precision_time.storage.schema import CellOutcome
 from precision_time.storage.timings import TimingsDataset
 from precision_time.tasks.gangs.leases import LeaseWait
-from precision_time.tasks.gangs.record_cell import DISCARDED
 from precision_time.tasks.probing.probe_device import ProbeReport
-from precision_time.tasks.ranks.job import CellReceipt
+from precision_time.tests.flows.campaigns import made_up
+from precision_time.tests.flows.campaigns.made_up import make_outcome, make_spec
 
 MakePlan = Callable[..., CampaignPlan]
 
@@ -36,29 +35,9 @@ def make_plan(tmp_path: Path, device: ProbeReport) -> MakePlan:
     """A plan of eight cells, which run in the order of the grid; further keys of the campaign can be given."""
 
     def make(**changes: object) -> CampaignPlan:
-        values = {
-            "name": "trial", "models": ["mlp", "gpt2_mini"], "precisions": ["fp32", "amp_bf16"], "gpus": [1, 2],
-            "batch_sizes": [8], "data": str(tmp_path / "data"),
-        }  # fmt: skip
-        spec = CampaignSpec.model_validate(values | changes)
-        cells = tuple(
-            PlannedCell(cell=cell, cell_id=cell.cell_id(device.environment), is_recorded=False, estimated_s=10.0)
-            for cell in spec.cells()
-        )
-        return CampaignPlan(spec=spec, device=device, cells=cells)
+        return made_up.make_plan(make_spec(tmp_path, **changes), device)
 
     return make
-
-
-def make_outcome(planned: PlannedCell, *, cause: str = "") -> CellOutcome:
-    cell = planned.cell
-    status = {"": "recorded", "precision-unsupported": "refused"}.get(cause, "failed")
-    return CellOutcome(
-        cell_id=planned.cell_id, attempt=1, status=status, cause=cause, rows=0 if cause else 40, model=cell.model,
-        precision=cell.precision,
-        world_size=cell.world_size, nodes=1, per_gpu_batch_size=8, gradient_accumulation_steps=1, strategy="ddp",
-        gpu="cpu-test-2c", host="here", started_at=0.0, duration_s=1.0,
-    )  # fmt: skip
 
 
 def run(plan: CampaignPlan, measure: Callable[[PlannedCell], CellOutcome], **options: Any) -> MeasuredCells:
@@ -304,15 +283,15 @@ def test_a_cell_whose_task_never_ran_it_is_measured_all_the_same(make_plan: Make
 
 def test_batches_are_chosen_by_what_came_of_those_before(make_plan: MakePlan) -> None:
     plan = make_plan()
-    seen: list[int] = []
+    counts: list[int] = []
 
     def choose(outcomes: Any) -> list[PlannedCell]:
-        seen.append(len(outcomes))
+        counts.append(len(outcomes))
         return list(plan.cells[len(outcomes) : len(outcomes) + 2]) if len(outcomes) < 6 else []
 
     measured = run(plan, make_outcome, choose=choose, at_once=2)
     assert len(measured.outcomes) == 6
-    assert sorted(set(seen)) == [0, 2, 4, 6]
+    assert sorted(set(counts)) == [0, 2, 4, 6]
 
 
 def test_a_cell_that_was_refused_here_before_is_not_tried_again(
@@ -357,86 +336,4 @@ def test_cells_that_need_no_try_to_be_refused_take_no_time_and_come_last(
     assert campaign._refuse_unstarted(plan, dataset) == 5
     again = plan_campaign(plan.spec, probe=probe)
     assert [planned.state for planned in again.cells] == ["missing" if can else "refused" for can in runs]
-    assert {seen.cause for seen in dataset.outcomes()} == {"strategy-unsupported", "option-unsupported"}
-
-
-def test_a_cell_that_another_campaign_has_recorded_meanwhile_is_not_measured_again(
-    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = make_plan()
-    planned, dataset = plan.cells[0], TimingsDataset(plan.spec.data)
-    theirs = make_outcome(planned)
-    dataset.record_outcome(theirs)
-    monkeypatch.setattr(TimingsDataset, "recorded_cells", lambda self: {planned.cell_id})
-    monkeypatch.setattr(campaign, "profile_cell", lambda *_, **__: pytest.fail("it was measured again"))
-    outcome = campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
-    # Without rows, which this run did not add.
-    assert outcome == replace(theirs, rows=0, message="recorded by another campaign meanwhile")
-    assert capsys.readouterr().err.splitlines() == ["mlp fp32 x1 b8: recorded by another campaign meanwhile"]
-    assert dataset.outcomes() == [theirs]
-    result = summarise(plan, {planned.cell_id: outcome}, rows={}, duration_s=1.0)
-    assert (result.cells_recorded, result.cells_measured, result.rows_added) == (1, 0, 0)
-
-
-def make_receipt(planned: PlannedCell, plan: CampaignPlan, *, attempt: int) -> CellReceipt:
-    return CellReceipt(
-        cell=planned.cell, cell_id=planned.cell_id, attempt=attempt, environment=plan.device.environment,
-        status="failed", cause="signal 9", started_at=0.0, duration_s=1.0, host="here",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("has_outcome", [True, False], ids=["told", "died before it could tell"])
-def test_a_cell_that_is_recorded_during_the_wait_for_workers_is_not_measured_again(
-    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_outcome: bool
-) -> None:
-    plan = make_plan()
-    planned, dataset = plan.cells[0], TimingsDataset(plan.spec.data)
-
-    def wait_and_start(cell: GridCell, *, attempt: Callable[[], int], **_: Any) -> None:
-        monkeypatch.setattr(TimingsDataset, "recorded_cells", lambda self: {planned.cell_id})
-        if has_outcome:
-            dataset.record_outcome(make_outcome(planned))
-        attempt()
-        pytest.fail("its ranks were started")
-
-    monkeypatch.setattr(campaign, "profile_cell", wait_and_start)
-    outcome = campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
-    assert (outcome.status, outcome.rows, outcome.message) == ("recorded", 0, "recorded by another campaign meanwhile")
-    assert (outcome.cell_id, outcome.host == "here") == (planned.cell_id, has_outcome)
-    assert len(dataset.outcomes()) == has_outcome
-
-
-def test_an_attempt_is_numbered_by_what_others_came_to_during_the_wait_and_kept_while_workers_are_held(
-    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = make_plan()
-    planned, dataset = plan.cells[0], TimingsDataset(plan.spec.data)
-    claims = []
-
-    def wait_and_fail(cell: GridCell, *, attempt: Callable[[], int], keep: Any, claim: str, **_: Any) -> None:
-        dataset.record_outcome(make_outcome(planned, cause="signal 9"))
-        keep(make_receipt(planned, plan, attempt=attempt()))
-        assert [seen.attempt for seen in dataset.outcomes()] == [1, 2]
-        claims.append(claim)
-
-    monkeypatch.setattr(campaign, "profile_cell", wait_and_fail)
-    outcome = campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
-    assert outcome == dataset.outcomes()[1]
-    # Whoever measures the same cell into the same data names it so, and nobody else does.
-    assert claims == [f"{dataset.url} {planned.cell_id}"]
-
-
-def test_rows_that_come_second_are_said_to_be_discarded_and_count_for_nothing(
-    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = make_plan()
-    planned = plan.cells[0]
-    discarded = replace(make_outcome(planned), rows=0, message=DISCARDED)
-    monkeypatch.setattr(campaign, "profile_cell", lambda *_, keep, **__: keep(None))
-    monkeypatch.setattr(campaign, "record_cell", lambda *_: discarded)
-    dataset = TimingsDataset(plan.spec.data)
-    outcome = campaign.measure_cell(planned, plan=plan, dataset=dataset, client=None, scratch=tmp_path)
-    assert outcome == discarded
-    assert capsys.readouterr().err.splitlines() == ["mlp fp32 x1 b8: recorded before, discarded"]
-    result = summarise(plan, {planned.cell_id: outcome}, rows={}, duration_s=1.0)
-    assert (result.cells_recorded, result.cells_measured, result.rows_added) == (1, 0, 0)
+    assert {outcome.cause for outcome in dataset.outcomes()} == {"strategy-unsupported", "option-unsupported"}

@@ -1,4 +1,4 @@
-"""The loop of a campaign: which cell starts when, some side by side, until nothing is left or a limit holds."""
+"""The loop over the cells of a campaign: start them, some side by side, until none is left or a limit is reached."""
 
 import ctypes
 import threading
@@ -30,31 +30,31 @@ __all__ = [
 
 Outcomes = dict[str, CellOutcome]
 Measure = Callable[[PlannedCell], CellOutcome]
-#: Start a function in a thread of its own, under the name of a cell.
+#: Starts a function in a thread of its own, under the name of a cell.
 Submit = Callable[[PlannedCell, Callable[[], CellOutcome]], "Future[Any]"]
-#: The next batch of cells by what came of those before; an empty one when nothing is left.
+#: The next batch of cells, chosen by the outcomes so far; an empty one when nothing is left.
 Choose = Callable[[Mapping[str, CellOutcome]], list[PlannedCell]]
 
 INTERRUPTED = "interrupted"
 POLL_S = 0.5
-#: What a stopped cell may take to end its ranks before it is left to the end of the cluster.
+#: How long stopped cells may take to end their ranks; after that the cluster ends with what still runs.
 STOPPING_S = 20.0
 
 
 class CellStoppedError(KeyboardInterrupt):
-    """Raised in the thread of a cell that is to stop now; like Ctrl-C, no ``except Exception`` holds it up."""
+    """Raised in the thread of a cell that must stop now; like Ctrl-C, it passes every ``except Exception``."""
 
 
 class CellNotStartedError(Exception):
-    """A cell that still waited for workers was given up, since no other cell is to be started either."""
+    """A cell that still waited for workers is given up, since no more cells are to be started."""
 
 
 def watch_wait(
     planned: PlannedCell, *, progress: CampaignProgress, interrupts: Interrupts
 ) -> Callable[[LeaseWait], None]:
-    """What ``profile_cell`` calls while ``planned`` waits for workers: others may hold them for days.
+    """The function that is called while ``planned`` waits for workers, which others may hold for days.
 
-    It shows the wait, and raises ``CellNotStartedError`` once Ctrl-C was pressed: this cell is not under way.
+    It shows the wait, and raises ``CellNotStartedError`` after a Ctrl-C, since this cell has not started.
     """
 
     def watch(wait: LeaseWait) -> None:
@@ -67,7 +67,7 @@ def watch_wait(
 
 @dataclass(slots=True)
 class MeasuredCells:
-    """The last outcome of each cell by id, and in words the limit or interrupt that ended it early (else empty)."""
+    """The last outcome of each cell by id, and in words the limit or interrupt that ended the loop early, or empty."""
 
     outcomes: Outcomes = field(default_factory=dict)
     ended_by: str = ""
@@ -86,13 +86,13 @@ def measure_missing(
     interrupts: Interrupts | None = None,
     started: float | None = None,
 ) -> MeasuredCells:
-    """Measure the missing cells of ``plan`` in their order, or those that ``choose`` names batch by batch.
+    """Measure the missing cells of ``plan`` in their order, or the batches that ``choose`` returns.
 
-    ``at_once`` cells run side by side, and no more than these are ever handed to ``submit``. Cells that failed are
-    tried again after the others, up to ``max_attempts`` in all; what the device refuses is not. An error of
-    ``measure`` ends the campaign after the cells under way, and is raised then; a lost cluster only where this run has
-    recorded nothing, else it is what ended the run. Whatever is raised in this thread (a second Ctrl-C, a cancelled
-    run) stops them at once. ``started`` is when the run began, by ``time.monotonic``; now by default.
+    ``at_once`` cells run side by side, and no more than these are handed to ``submit``. Failed cells are tried again
+    after the others, up to ``max_attempts`` in all; refused cells are not. An error of ``measure`` ends the
+    campaign after the running cells, and is then raised; but a lost cluster only becomes ``ended_by`` when this run has
+    recorded a cell. An exception in this thread (a second Ctrl-C, a cancelled run) stops the running cells at once.
+    ``started`` is the begin of the run by ``time.monotonic``, by default now.
     """
     with ThreadPoolExecutor(at_once, thread_name_prefix="cell") as pool:
         loop = _Loop(
@@ -153,7 +153,7 @@ class _Loop:
                 raise self.error
             self.measured.ended_by = f"the loss of the cluster ({self.error})"
         elif self.interrupts.requested:
-            # In the last cell too: whoever pressed Ctrl-C is answered by it.
+            # Also in the last cell: the user who pressed Ctrl-C expects this answer.
             self.measured.ended_by = INTERRUPTED
         return self.measured
 
@@ -162,7 +162,7 @@ class _Loop:
         if self.error is not None:
             return None
         if not self.waiting and not self.running:
-            # A batch is chosen by all that came of the one before.
+            # A batch is chosen by all outcomes of the one before.
             self.waiting.extend(self.choose(self.measured.outcomes))
         queue = self.waiting
         if self.waiting and (limit := self.budget.forbid_new(cells=len(self.attempts))):
@@ -195,7 +195,7 @@ class _Loop:
         if run.error is not None:
             self.error = self.error or run.error
             return
-        # Without an outcome what was to start it broke, not the cell: the API of the pages may be away.
+        # Without an outcome the start failed, not the cell: the API of the pages may be away.
         outcome = run.outcome or run()
         planned = run.planned
         self.measured.outcomes[planned.cell_id] = outcome
@@ -212,7 +212,7 @@ class _Loop:
 
 
 class _Running:
-    """One attempt at a cell: what its thread runs, what came of it, and how to stop it from outside."""
+    """One attempt at a cell: the function of its thread, its outcome or error, and a way to stop it from outside."""
 
     def __init__(self, *, planned: PlannedCell, measure: Measure) -> None:
         self.planned = planned
@@ -240,7 +240,7 @@ class _Running:
         return outcome
 
     def stop(self) -> None:
-        """Interrupt the thread where it is: its own clean-up ends the ranks and gives the workers back."""
+        """Raise in the thread: its own clean-up ends the ranks and gives the workers back."""
         with self._lock:
             self._is_stopped = True
             if self._thread is not None:

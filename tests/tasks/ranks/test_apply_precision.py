@@ -4,7 +4,7 @@ from torch import nn
 
 from precision_time.predictor.setup.precision import PRECISIONS
 from precision_time.storage.errors import PrecisionUnsupportedError
-from precision_time.tasks.ranks.policies import apply_precision, check_switches, reason_unsupported
+from precision_time.tasks.ranks.apply_precision import apply_precision, check_switches, reason_unsupported
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_fp32_switches_every_tf32_mode_off():
 
 def test_convolutions_in_tf32_beside_products_in_fp32_are_no_fp32(monkeypatch):
     class Deaf:
-        """As cuDNN's switches where something else has turned them."""
+        """cuDNN's switches, turned by something else."""
 
         allow_tf32 = property(lambda self: True, lambda self, value: None)
 
